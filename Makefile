@@ -1,0 +1,34 @@
+# Both main targets do their own set-up: they make .venv and install into it once.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: train test lint types clean
+
+train: .venv/core.stamp
+	$(BIN)/python train_jax.py
+
+test: .venv/test.stamp
+	$(BIN)/python -m pytest
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/test.stamp
+	$(BIN)/ty check
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flax_tf needs Python 3.11 or newer, found " + sys.version)'
+	$(PYTHON) -m venv .venv
+
+.venv/core.stamp: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable .
+	touch $@
+
+.venv/test.stamp: .venv/core.stamp
+	$(PIP) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,147 @@
+"""One frozen dataclass per system, shared by both frameworks (this module imports neither).
+
+The defaults are the numbers of the documents that specify the systems. A config checks itself when it is made, and
+goes to and from the `config.json` of a saved directory.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flax_tf.errors import InputError
+
+
+def _check_sizes(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _check_heads(d_model: int, num_heads: int) -> None:
+    if d_model % num_heads:
+        divisors = ", ".join(str(n) for n in range(1, d_model + 1) if d_model % n == 0)
+        raise InputError(f"num_heads {num_heads} does not divide d_model {d_model}: choose num_heads from {divisors}")
+
+
+def _check_rate(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise InputError(f"{name} must be at least 0 and below 1, not {value!r}")
+
+
+def _check_epsilon(value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise InputError(f"layer_norm_eps must be above 0 and below 1, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """Seed 000: a causal pre-norm block with one fused key, query and value projection."""
+
+    arch: ClassVar[str] = "block"
+
+    d_model: int = 512
+    """Width D of the residual stream."""
+    num_heads: int = 8
+    """Number of attention heads N; divides d_model."""
+    layer_norm_eps: float = 1e-5
+    """Epsilon of every LayerNorm (PyTorch's default)."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "d_model", "num_heads")
+        _check_heads(self.d_model, self.num_heads)
+        _check_epsilon(self.layer_norm_eps)
+
+    @property
+    def head_dim(self) -> int:
+        """Width H of one head."""
+        return self.d_model // self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """Seed 001: embeddings and transformer layers, without the classifier."""
+
+    arch: ClassVar[str] = "backbone"
+
+    vocab_size: int | None = 30_522
+    """Number of token ids V. null: the tokenizer's, filled in when training starts."""
+    max_seq_length: int = 128
+    """Number of learned positions, the longest sequence that the model takes (T)."""
+    d_model: int = 64
+    """Width D of the residual stream."""
+    num_heads: int = 4
+    """Number of attention heads N; divides d_model."""
+    num_layers: int = 4
+    """Number of transformer layers."""
+    dropout: float = 0.0
+    """Probability with which dropout zeroes a value in training."""
+    layer_norm_eps: float = 1e-5
+    """Epsilon of every LayerNorm (PyTorch's default)."""
+    mask: bool = True
+    """True: causal, a position attends to itself and to earlier ones. False: encoder mode, to all."""
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is not None:
+            _check_sizes(self, "vocab_size")
+        _check_sizes(self, "max_seq_length", "d_model", "num_heads", "num_layers")
+        _check_heads(self.d_model, self.num_heads)
+        _check_rate("dropout", self.dropout)
+        _check_epsilon(self.layer_norm_eps)
+        if not isinstance(self.mask, bool):
+            raise InputError(f"mask must be true or false, not {self.mask!r}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width H of one head."""
+        return self.d_model // self.num_heads
+
+    def token_count(self) -> int:
+        """`vocab_size` as the number that a model needs; raises InputError while it is null."""
+        if self.vocab_size is None:
+            raise InputError("vocab_size is null: set it to the number of token ids before a model is built")
+        return self.vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig(BackboneConfig):
+    """Seed 001: the backbone with a classifier over the vocabulary."""
+
+    arch: ClassVar[str] = "language_model"
+
+
+Config = BlockConfig | BackboneConfig | LanguageModelConfig
+
+CONFIGS: dict[str, type[Config]] = {cls.arch: cls for cls in (BlockConfig, BackboneConfig, LanguageModelConfig)}
+
+
+def config_class(arch: object) -> type[Config]:
+    """The config class of an architecture's name; raises InputError for a name that is not known."""
+    if arch not in CONFIGS:
+        raise InputError(f"unknown architecture {arch!r}: known are {', '.join(sorted(CONFIGS))}")
+    return CONFIGS[str(arch)]
+
+
+def check_fields(cls: type[Config], fields: Mapping[str, Any]) -> None:
+    """Raises InputError if `fields` names something that the config class does not have."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise InputError(f"unknown field {name!r} in the config of a {cls.arch}: {hint}")
+
+
+def config_from_dict(fields: Mapping[str, Any]) -> Config:
+    """The config that `config_to_dict` wrote. Raises InputError for an unknown `arch`, field or an impossible value."""
+    rest = dict(fields)
+    cls = config_class(rest.pop("arch", None))
+    check_fields(cls, rest)
+    return cls(**rest)
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The fields and the architecture's name under `arch`, ready for JSON."""
+    return {"arch": config.arch, **dataclasses.asdict(config)}

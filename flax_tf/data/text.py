@@ -1,0 +1,188 @@
+"""Where the text comes from: Python's own documentation, local files, or a data set of the hub."""
+
+import glob
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flax_tf.data.config import TextDataConfig
+from flax_tf.data.hub import is_hub_name, one_line, quiet
+from flax_tf.errors import InputError
+
+log = logging.getLogger(__name__)
+
+TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+ROWS_AT_ONCE = 1000
+
+
+@dataclass
+class Documents:
+    """The documents of a corpus, read anew each time it is iterated. Rows without text are left out.
+
+    Raises InputError, when iterated, if a file can't be read or if there is no text at all.
+    """
+
+    name: str
+    """What to call the corpus in a message."""
+
+    fingerprint: str
+    """A hash of all that decides what the documents are; to take it, files are read as bytes but not parsed."""
+
+    rows: Callable[[], Iterator[str | None]]
+    """Opens the source; None is a null in a table."""
+
+    max_documents: int | None
+    """How many rows to take, from the first on; all if None."""
+
+    skipped: int = 0
+    """How many rows had no text (null, empty or blank) in the last complete iteration."""
+
+    def __iter__(self) -> Iterator[str]:
+        taken = skipped = 0
+        for row in itertools.islice(self.rows(), self.max_documents):
+            if row is None or not row.strip():
+                skipped += 1
+            else:
+                taken += 1
+                yield row
+        if not taken:
+            raise InputError(f"{self.name}: no text in it; give a file, directory or data set that has some")
+        self.skipped = skipped
+
+
+def load_documents(config: TextDataConfig) -> Documents:
+    """Finds `config.path`: the word "docs", then a file or directory here, then a data set on the hub.
+
+    The hub is asked only for what has the shape of its names and isn't here. Raises InputError if the path is none of
+    these or can't be read.
+    """
+    path = Path(config.path).expanduser()
+    if config.path == "docs":
+        topics = python_topics()
+        return _documents(config, [_sha256(topic.encode()) for topic in topics], lambda: iter(topics))
+    if path.exists():
+        files = _files(path)
+        digests = [f"{TABLES.get(file.suffix.lower(), 'text')} {_file_digest(file)}" for file in files]
+        return _documents(config, digests, lambda: _read_files(files, config.column))
+    if not is_hub_name(config.path):
+        raise InputError(f"data path {config.path}: no such file or directory")
+    return _hub_documents(config)
+
+
+def python_topics() -> list[str]:
+    """The topics of Python's own documentation (`pydoc_data.topics`), each text once.
+
+    A topic that stands inside another is left out: held-out text must not be found in the training text.
+    """
+    from pydoc_data.topics import topics  # half a megabyte, and wanted only by those who train on it
+
+    distinct = list(dict.fromkeys(topics.values()))
+    return [text for text in distinct if not any(text in other for other in distinct if other is not text)]
+
+
+def _documents(config: TextDataConfig, contents: list[str], rows: Callable[[], Iterator[str | None]]) -> Documents:
+    parts = [contents, config.column, config.max_documents]
+    return Documents(config.path, _sha256(json.dumps(parts).encode()), rows, config.max_documents)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _file_digest(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{file}: can't be read ({error.strerror})") from error
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or all files under the directory in the order of their names, without hidden ones."""
+    if not path.is_dir():
+        return [path]
+    names = sorted(file.relative_to(path).parts for file in path.rglob("*") if file.is_file())
+    files = [path.joinpath(*parts) for parts in names if not any(part.startswith(".") for part in parts)]
+    if not files:
+        raise InputError(f"{path}: the directory holds no files (hidden ones don't count)")
+    return files
+
+
+def _read_files(files: list[Path], column: str) -> Iterator[str | None]:
+    for file in files:
+        kind = TABLES.get(file.suffix.lower())
+        if kind is None:
+            yield _read_text(file)
+        elif file.stat().st_size:  # an empty table is an error to the readers, and no rows to us
+            yield from _read_table(file, kind, column)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: not UTF-8 text (byte {error.start}); convert it, or leave it out") from error
+    except OSError as error:
+        raise InputError(f"{file}: can't be read ({error.strerror})") from error
+
+
+def _read_table(file: Path, kind: str, column: str) -> Iterator[str | None]:
+    from datasets import IterableDataset  # seconds to import, and not needed for plain text
+
+    # Read through the readers themselves: `load_dataset` would report each use of one to a counter on the network.
+    # `datasets` takes a path for a pattern, hence the escape. To pandas, "NA" or "null" would be a missing text.
+    pattern = glob.escape(str(file.absolute()))
+    try:
+        with quiet("datasets"):
+            match kind:
+                case "json":
+                    table = IterableDataset.from_json(pattern)
+                case "csv":
+                    table = IterableDataset.from_csv(pattern, keep_default_na=False)
+                case _:
+                    table = IterableDataset.from_parquet(pattern)
+            for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
+                yield from _texts(batch, column, str(file))
+    except InputError:
+        raise
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: not UTF-8 text; convert it, or leave it out") from error
+    except Exception as error:  # pyarrow, pandas and datasets each have their own
+        raise InputError(f"{file}: can't be read as {file.suffix.lower()[1:]}: {one_line(error)}") from error
+
+
+def _texts(batch, column: str, name: str) -> Iterable[str | None]:
+    """The column of a `pyarrow.Table`."""
+    from pyarrow import types
+
+    if column not in batch.column_names:
+        columns = ", ".join(batch.column_names)
+        raise InputError(f"{name}: no column {column!r}; set data.column to one of: {columns}")
+    values = batch[column]
+    if not any(test(values.type) for test in (types.is_string, types.is_large_string, types.is_null)):
+        raise InputError(f"{name}: column {column!r} holds {values.type}, not text; set data.column to a column of text")
+    return values.to_pylist()
+
+
+def _hub_documents(config: TextDataConfig) -> Documents:
+    from datasets import Dataset, load_dataset
+
+    log.info("%s: no such file here; asking the hub", config.path)
+    try:
+        with quiet("datasets", "huggingface_hub"):
+            table = load_dataset(config.path, split=config.split)
+    except Exception as error:  # the hub's libraries raise dozens of kinds
+        raise InputError(
+            f"data path {config.path}: no such file or directory, and not to be had from the hub: {one_line(error)}"
+        ) from error
+    assert isinstance(table, Dataset)  # a split was named, and streaming wasn't asked for
+
+    def rows() -> Iterator[str | None]:
+        for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
+            yield from _texts(batch, config.column, config.path)
+
+    return _documents(config, [table._fingerprint], rows)

@@ -1,0 +1,174 @@
+"""Tokenizers, all of them `tokenizers.Tokenizer`, so that one tokenizer.json describes any of them."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt32
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from flax_tf.data.hub import is_hub_name, one_line, quiet
+from flax_tf.errors import InputError
+
+CHARACTERS_AT_ONCE = 1 << 20  # bounds the memory of an encoding (about 100 bytes a token) and gives threads work
+CHARACTER_PIECE = 1 << 15
+
+
+def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """One token for each distinct character (code point) of the texts, in the order of code points.
+
+    Decoding what was encoded returns the same text.
+    """
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    tokenizer = Tokenizer(models.WordLevel({character: i for i, character in enumerate(sorted(characters))}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would pass over newlines
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level byte-pair encoding, trained on the texts; `vocab_size` is an upper bound, at least the 256 bytes.
+
+    Decoding what was encoded returns the same text, whatever characters it has. The pairs are those of Sennrich et al.,
+    2016, https://arxiv.org/abs/1508.07909; the bytes and the splitting into words are GPT-2's.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(name_or_path: str) -> Tokenizer:
+    """A saved tokenizer: the path of a tokenizer.json, a directory that holds one, or a name on the hub.
+
+    Directories and names that have only a tokenizer of another format go through `transformers`. Padding and truncation
+    that were saved with the tokenizer are switched off. Raises InputError.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        file = path / "tokenizer.json"
+        tokenizer = _read_tokenizer(file) if file.exists() else _convert(str(path))
+    elif path.exists():
+        tokenizer = _read_tokenizer(path)
+    elif is_hub_name(name_or_path):
+        tokenizer = _hub_tokenizer(name_or_path)
+    else:
+        raise InputError(f"tokenizer {name_or_path}: no such file or directory (or give char or bpe)")
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"{file}: not a tokenizer.json: {one_line(error)}") from error
+
+
+def _hub_tokenizer(name: str) -> Tokenizer:
+    # Through huggingface_hub, not Tokenizer.from_pretrained, for the errors that it tells apart.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+
+    try:
+        with quiet("huggingface_hub"):
+            return _read_tokenizer(Path(hf_hub_download(name, "tokenizer.json")))
+    except RemoteEntryNotFoundError:
+        return _convert(name)
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"tokenizer {name}: no such file or directory, and not to be had from the hub: {one_line(error)}"
+        ) from error
+
+
+def _convert(name_or_path: str) -> Tokenizer:
+    """The fast tokenizer that `transformers` makes of other formats, such as a vocab.txt."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise InputError(
+            f"tokenizer {name_or_path}: there is no tokenizer.json; to read other formats: pip install 'flax-tf[hf]'"
+        ) from error
+    try:
+        with quiet("transformers", "huggingface_hub"):
+            return AutoTokenizer.from_pretrained(name_or_path).backend_tokenizer
+    except Exception as error:  # among them an AttributeError: a tokenizer written in Python has no backend
+        raise InputError(
+            f"tokenizer {name_or_path}: there is no tokenizer.json, and transformers can't make one: {one_line(error)}"
+        ) from error
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """The rows that an embedding of this tokenizer's ids needs: the greatest id plus one (ids may have gaps)."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def encode(tokenizer: Tokenizer, text: str) -> UInt32[np.ndarray, "T"]:
+    """The ids of a text, without special tokens.
+
+    Raises InputError if it has characters that a tokenizer of characters doesn't know; the message names them.
+    """
+    return next(encode_all(tokenizer, [text]))
+
+
+def encode_all(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[UInt32[np.ndarray, "T"]]:
+    """As `encode`, for each text; many at a time, on all cores."""
+    by_character = _is_by_character(tokenizer)
+    parts: list[np.ndarray] = []
+    for group in _groups(_pieces(texts, by_character)):
+        pieces = [piece for piece, _ in group]
+        try:
+            encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            if not by_character:
+                raise InputError(f"the tokenizer can't encode this text: {one_line(error)}") from error
+            unknown = set().union(*pieces) - tokenizer.get_vocab().keys()
+            names = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in sorted(unknown)[:10])
+            more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+            raise InputError(f"the tokenizer of characters doesn't know {names}{more}: leave them out") from error
+        for encoding, (_, is_last) in zip(encodings, group, strict=True):
+            parts.append(np.array(encoding.ids, np.uint32))
+            if is_last:
+                yield np.concatenate(parts)
+                parts = []
+
+
+def _is_by_character(tokenizer: Tokenizer) -> bool:
+    """Whether this is a `char_tokenizer`, perhaps a saved one: then a text may be encoded in pieces, cut anywhere."""
+    spec, ours = json.loads(tokenizer.to_str()), json.loads(char_tokenizer([]).to_str())
+    spec["model"].pop("vocab", None)
+    ours["model"].pop("vocab")
+    return spec == ours
+
+
+def _pieces(texts: Iterable[str], by_character: bool) -> Iterator[tuple[str, bool]]:
+    """The texts, cut where the tokenizer can't notice, and whether a piece is the last of its text."""
+    for text in texts:
+        step = CHARACTER_PIECE if by_character else max(len(text), 1)
+        for start in range(0, max(len(text), 1), step):
+            yield text[start : start + step], start + step >= len(text)
+
+
+def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    group, size = [], 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece[0]) + 1  # so that empty texts fill a group too
+        if size >= CHARACTERS_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -1,0 +1,29 @@
+"""Writing files and directories so that a reader sees the old one or the new one, never half of one."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Generator[Path]:
+    """Yields a temporary path beside `path`; what the caller writes there takes `path`'s place when the block ends.
+
+    The caller may write a file or make a directory. If the block raises, the temporary is removed and `path` is as it
+    was. A directory that is in the way is swapped out first and removed last, so no moment loses both.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as room:
+        fresh = Path(room) / target.name
+        yield fresh
+        if target.is_dir():
+            old = Path(room) / "old"
+            target.replace(old)
+            fresh.replace(target)
+            shutil.rmtree(old)
+        else:
+            fresh.replace(target)

@@ -1,0 +1,79 @@
+"""PyTorch's leaf layers in NNX: same defaults, same initial distributions, same arithmetic. The twin is `torch.nn`."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+from jax.nn.initializers import Initializer
+from jaxtyping import Array, Float, Int
+
+from flax_tf.errors import TokenIdError
+
+
+class Buffer(nnx.Variable):
+    """A tensor that is saved with the model and never trained: `register_buffer` in PyTorch."""
+
+
+def _uniform(bound: float) -> Initializer:
+    """U(-bound, bound), the closed form of PyTorch's `kaiming_uniform_(a=sqrt(5))` at bound = 1/sqrt(fan_in)."""
+
+    def init(key, shape, dtype=jnp.float32, out_sharding=None):
+        del out_sharding
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
+
+
+class Linear(nnx.Linear):
+    """`torch.nn.Linear`: weight and bias start from U(±1/sqrt(in_features)). The kernel is [in, out]."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, rngs: nnx.Rngs):
+        init = _uniform(1 / math.sqrt(in_features))
+        super().__init__(in_features, out_features, use_bias=bias, kernel_init=init, bias_init=init, rngs=rngs)
+
+
+class Embedding(nnx.Embed):
+    """`torch.nn.Embedding`: rows start from N(0, 1)."""
+
+    def __init__(self, num_embeddings: int, features: int, *, rngs: nnx.Rngs):
+        super().__init__(num_embeddings, features, embedding_init=jax.nn.initializers.normal(1.0), rngs=rngs)
+        # NNX fixes the dtype of the output here, so float64 weights filled in later would be looked up as float32.
+        self.dtype = None
+
+    def __call__(self, inputs: Int[Array, "*B"], out_sharding: Any = None) -> Float[Array, "*B D"]:
+        """Looks the ids up. Raises TokenIdError, an IndexError, for a concrete id outside [0, num_embeddings).
+
+        Inside jit the values are not there to be checked; callers check on the host, before the call.
+        """
+        check_ids(inputs, self.num_embeddings)
+        return super().__call__(inputs, out_sharding)
+
+
+class LayerNorm(nnx.LayerNorm):
+    """`torch.nn.LayerNorm` over the last axis.
+
+    The variance is taken in two passes: NNX's default, E[x²] - E[x]², loses every digit when the mean is large.
+    """
+
+    def __init__(self, num_features: int, *, epsilon: float, rngs: nnx.Rngs):
+        super().__init__(num_features, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
+
+
+class GELU(nnx.Module):
+    """`torch.nn.GELU`: x·Φ(x) with the error function (`jax.nn.gelu` would default to the tanh approximation)."""
+
+    def __call__(self, x: Float[Array, "*B"]) -> Float[Array, "*B"]:
+        return jax.nn.gelu(x, approximate=False)
+
+
+def check_ids(ids: Int[Array, "*B"], vocab_size: int) -> None:
+    """Raises TokenIdError if an id lies outside [0, vocab_size). Does nothing for tracers, which hold no values."""
+    if isinstance(ids, Tracer) or ids.size == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise TokenIdError(f"token id {wrong} is outside the vocabulary of {vocab_size}: ids are 0 to {vocab_size - 1}")

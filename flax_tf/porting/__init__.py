@@ -1,0 +1,6 @@
+"""Moving weights between PyTorch and Flax, both ways, bit for bit."""
+
+from flax_tf.porting.convert import StateDictError, flax_to_torch, torch_to_flax
+from flax_tf.porting.files import read_weights, write_weights
+
+__all__ = ["StateDictError", "flax_to_torch", "read_weights", "torch_to_flax", "write_weights"]

@@ -1,0 +1,175 @@
+"""Weight files as {name: array}: `.safetensors` without torch, and PyTorch's `.pt`, `.pth` and `.bin`."""
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from flax_tf.errors import InputError
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+INDEX = "model.safetensors.index.json"
+# In the order of preference of a directory that holds several.
+_DIRECTORY_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Where training scripts put the state dict within what they save.
+_CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+_SAFETENSORS_DTYPES: dict[str, Any] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+
+
+def read_weights(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """The tensors of a weight file, a sharded index, or a directory that holds either.
+
+    Safetensors are mapped into memory: nothing is read until an array is used. PyTorch's files are opened with
+    `weights_only=True`, which runs no code from the file, and need torch. bfloat16 comes as `ml_dtypes.bfloat16`.
+    Raises InputError for a path that is missing, damaged, unsafe to open or of an unknown kind.
+    """
+    path = Path(path)
+    if path.is_dir():
+        present = [name for name in _DIRECTORY_FILES if (path / name).is_file()]
+        if not present:
+            raise InputError(f"{path} holds no weights: expected one of {', '.join(_DIRECTORY_FILES)}")
+        path = path / present[0]
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: give a weight file or a directory that holds one")
+    if path.name.endswith(".index.json"):
+        return _read_shards(path)
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix in TORCH_SUFFIXES:
+        return _read_torch(path)
+    raise InputError(f"{path} is of an unknown kind: expected .safetensors, {', '.join(TORCH_SUFFIXES)}")
+
+
+def write_weights(
+    tensors: Mapping[str, np.ndarray], directory: str | os.PathLike, max_shard_size: int | str = "5GB"
+) -> None:
+    """Writes `model.safetensors`, or shards with an index where the tensors are more than `max_shard_size` bytes.
+
+    The directory exists and is fresh: the caller moves it into place when it is complete.
+    """
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda array: array.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    for filename, names in split.filename_to_tensors.items():
+        # save_file writes raw memory, so the arrays must be contiguous.
+        shard = {name: np.ascontiguousarray(tensors[name]) for name in names}
+        save_file(shard, Path(directory) / filename, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (Path(directory) / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with safe_open(path, "np"):  # checks the header, and that the file is complete
+            pass
+    except SafetensorError as error:
+        raise InputError(f"{path} is not a whole safetensors file ({error}): copy or save it again") from None
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    unknown = sorted({entry["dtype"] for entry in header.values()} - _SAFETENSORS_DTYPES.keys())
+    if unknown:
+        raise InputError(f"{path} has tensors of dtype {', '.join(unknown)}, which cannot be ported")
+    start = 8 + size
+    # An empty tensor set leaves nothing to map.
+    data = np.memmap(path, np.uint8, "r", offset=start) if path.stat().st_size > start else np.empty(0, np.uint8)
+    return {
+        name: data[slice(*entry["data_offsets"])].view(_SAFETENSORS_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+    }
+
+
+def _read_shards(index: Path) -> dict[str, np.ndarray]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"{index} is not an index of shards: it needs a weight_map of names to files") from None
+    tensors: dict[str, np.ndarray] = {}
+    for shard in shards:
+        for name, array in read_weights(index.parent / shard).items():
+            if weight_map.get(name) != shard:
+                raise InputError(f"{index.parent / shard} holds {name}, which {index.name} places elsewhere")
+            tensors[name] = array
+    absent = sorted(weight_map.keys() - tensors.keys())
+    if absent:
+        raise InputError(f"{index} names {len(absent)} tensors that its shards lack, the first is {absent[0]}")
+    return tensors
+
+
+def _read_torch(path: Path) -> dict[str, np.ndarray]:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise InputError(
+            f"reading {path} needs PyTorch: pip install 'flax-tf[torch]', or save the weights as .safetensors"
+        ) from None
+    try:
+        # Only the zip format, PyTorch's own since 1.6, can be mapped.
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line), "")
+        raise InputError(
+            f"{path} holds pickled Python objects, which could run code when opened"
+            f"{f' ({reason.strip()})' if reason else ''}: save model.state_dict() alone"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{path} is not a whole PyTorch file ({reason}): copy or save it again") from None
+    state_dict = _find_state_dict(loaded)
+    if state_dict is None:
+        raise InputError(f"{path} holds no state dict: save model.state_dict()")
+    return {name: torch_to_numpy(tensor) for name, tensor in state_dict.items()}
+
+
+def _find_state_dict(loaded: Any) -> dict[str, Any] | None:
+    """The {name: tensor} dict itself, or the one that a training checkpoint keeps under a well-known name."""
+    import torch
+
+    if not isinstance(loaded, dict):
+        return None
+    if loaded and all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()):
+        return loaded
+    for container in _CONTAINERS:
+        if container in loaded and (inner := _find_state_dict(loaded[container])) is not None:
+            return inner
+    return None
+
+
+def torch_to_numpy(tensor: Any) -> np.ndarray:
+    """A torch tensor as an array with the same bits. NumPy has no bfloat16, so that goes through a 16-bit view."""
+    import torch
+
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def numpy_to_torch(array: np.ndarray) -> Any:
+    """An array as a torch tensor with the same bits and memory of its own."""
+    import torch
+
+    array = np.array(array, order="C")
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,0 +1,86 @@
+"""Which architecture a state dict is, and its config, from nothing but keys and shapes."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax_tf.config import Config, check_fields, config_class
+from flax_tf.errors import InputError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _count(shapes: Shapes, pattern: str) -> int:
+    """How many different numbers stand where the pattern's group is."""
+    return len({match[1] for key in shapes if (match := re.match(pattern, key))})
+
+
+def _backbone_fields(shapes: Shapes, prefix: str) -> dict[str, Any]:
+    vocab_size, d_model = shapes[f"{prefix}embeddings.token_embd.weight"]
+    layers = rf"{re.escape(prefix)}transformer_layers\."
+    fields = {
+        "vocab_size": vocab_size,
+        "d_model": d_model,
+        "num_layers": _count(shapes, layers + r"(\d+)\."),
+        "num_heads": _count(shapes, layers + r"0\.mha\.attention_heads\.(\d+)\."),
+    }
+    if f"{prefix}embeddings.pos_embd.weight" in shapes:
+        fields["max_seq_length"] = shapes[f"{prefix}embeddings.pos_embd.weight"][0]
+    return fields
+
+
+def _block_fields(shapes: Shapes) -> dict[str, Any]:
+    return {"d_model": shapes["kqv_projection.weight"][-1]}
+
+
+# arch: (a key that only it has, the fields that shapes tell, the fields that the user must give)
+_ARCHITECTURES: dict[str, tuple[str, Callable[[Shapes], dict[str, Any]], tuple[str, ...]]] = {
+    "block": ("kqv_projection.weight", _block_fields, ("num_heads",)),
+    "backbone": ("embeddings.token_embd.weight", lambda shapes: _backbone_fields(shapes, ""), ("mask",)),
+    # The reference's language model is always causal, so its mask is not asked for.
+    "language_model": (
+        "transformer.embeddings.token_embd.weight",
+        lambda shapes: _backbone_fields(shapes, "transformer."),
+        (),
+    ),
+}
+
+
+def recognise_arch(shapes: Shapes) -> str:
+    """The architecture's name. Raises InputError if the keys are of none that is known."""
+    for arch, (signature, _, _) in _ARCHITECTURES.items():
+        if signature in shapes and len(shapes[signature]) == 2:
+            return arch
+    known = "; ".join(f"{arch} has {signature}" for arch, (signature, _, _) in _ARCHITECTURES.items())
+    first = ", ".join(sorted(shapes)[:3]) or "none"
+    raise InputError(f"no known architecture has these keys (the first: {first}); {known}")
+
+
+def recognise(shapes: Shapes, given: Mapping[str, Any]) -> Config:
+    """The config of the model that a state dict belongs to.
+
+    Args:
+        shapes: {PyTorch key without wrapper prefixes: shape}.
+        given: config fields from the user, for what shapes do not tell (the number of heads of a fused projection,
+            whether a bare backbone is causal) or what they need not repeat. May name the `arch`.
+
+    Raises InputError for unknown keys, fields that are needed and not given (by name), and given fields that the
+    shapes contradict.
+    """
+    arch = recognise_arch(shapes)
+    _, read_fields, needed = _ARCHITECTURES[arch]
+    fields = dict(given)
+    if fields.pop("arch", arch) != arch:
+        raise InputError(f"the config says arch {given['arch']!r}, but the keys are those of a {arch}")
+    cls = config_class(arch)
+    check_fields(cls, fields)
+    absent = [name for name in needed if name not in fields]
+    if absent:
+        raise InputError(
+            f"this is a {arch}, and its shapes do not tell {' and '.join(absent)}: write "
+            f"{' and '.join(f'`{name}: ...`' for name in absent)} into a YAML file and pass it as --config FILE"
+        )
+    for name, told in read_fields(shapes).items():
+        if fields.setdefault(name, told) != told:
+            raise InputError(f"the config says {name} {fields[name]!r}, but the checkpoint has {told}")
+    return cls(**fields)

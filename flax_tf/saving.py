@@ -1,0 +1,116 @@
+"""Models in directories: `config.json`, `model.safetensors` in PyTorch's names, tokenizer. Twin in `torch_ref`."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer
+
+from flax_tf.block import Block
+from flax_tf.config import BackboneConfig, BlockConfig, Config, LanguageModelConfig, config_from_dict, config_to_dict
+from flax_tf.errors import InputError
+from flax_tf.files import replacing
+from flax_tf.language_model import Backbone, LanguageModel
+from flax_tf.porting.convert import flax_to_torch, torch_to_flax
+from flax_tf.porting.files import read_weights, write_weights
+
+logger = logging.getLogger("flax_tf")
+
+MODELS: dict[type, Callable[..., nnx.Module]] = {
+    BlockConfig: Block,
+    BackboneConfig: Backbone,
+    LanguageModelConfig: LanguageModel,
+}
+
+
+def build(config: Config, seed: int = 0) -> Any:
+    """A model with fresh parameters from PyTorch's distributions, in training mode (call `.eval()` to leave it)."""
+    return MODELS[type(config)](config, rngs=nnx.Rngs(seed))
+
+
+def abstract(config: Config) -> Any:
+    """The model's tree with shapes and dtypes in place of arrays, for `torch_to_flax` to fill."""
+    return nnx.eval_shape(lambda: build(config))
+
+
+def read_config(directory: str | os.PathLike) -> Config:
+    """The config in a saved directory. Raises InputError if there is none, or it is not one of ours."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise InputError(f"{directory} is not a saved model: it has no config.json")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{path} must hold one JSON object")
+    try:
+        return config_from_dict(fields)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def from_pretrained(path: str | os.PathLike, dtype: Any = None) -> Any:
+    """The Flax model in a directory that `save_pretrained` wrote (either framework's), in evaluation mode.
+
+    `dtype` (a name or a NumPy dtype) casts every floating-point tensor; None keeps each as it was saved. A cast that
+    loses digits is logged. Raises InputError for a directory that is missing, incomplete or does not fit its config.
+    """
+    model = abstract(read_config(path))
+    tensors: Mapping[str, np.ndarray] = read_weights(path)
+    if dtype is not None:
+        tensors = cast(tensors, dtype)
+    model = torch_to_flax(tensors, model)
+    model.eval()
+    return model
+
+
+def cast(tensors: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
+    """The floating-point tensors in another precision, the rest as they are. Logs how many lost digits."""
+    try:
+        target = jnp.dtype(dtype)
+    except TypeError:
+        target = None
+    if target is None or not jnp.issubdtype(target, jnp.floating):
+        raise InputError(f"dtype {dtype!r} is not a floating-point type: choose float64, float32, bfloat16 or float16")
+    finfo = ml_dtypes.finfo
+    result, lossy = {}, 0
+    for name, array in tensors.items():
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            lossy += finfo(target).nmant < finfo(array.dtype).nmant or finfo(target).maxexp < finfo(array.dtype).maxexp
+            array = array.astype(target)
+        result[name] = array
+    if lossy:
+        logger.warning("cast %d tensors to %s, which keeps fewer digits or a smaller range", lossy, target)
+    return result
+
+
+def save_pretrained(
+    model: Any,
+    path: str | os.PathLike,
+    tokenizer: Tokenizer | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Writes a directory that PyTorch reads as it is: `config.json`, `model.safetensors`, `tokenizer.json`.
+
+    A saved model at `path` is replaced, in one move, when the new one is complete. Raises InputError, with nothing
+    changed, if `path` is a file or a directory that holds anything else.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is a file: give a directory to save into")
+    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise InputError(f"{target} holds other files: give a new or empty directory")
+    with replacing(target) as fresh:
+        fresh.mkdir()
+        write_weights(flax_to_torch(model), fresh, max_shard_size)
+        (fresh / "config.json").write_text(json.dumps(config_to_dict(model.config), indent=2) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(str(fresh / "tokenizer.json"))
