@@ -49,10 +49,10 @@ class TextDataConfig:
         if self.max_documents is not None and self.max_documents < 1:
             raise InputError(f"data.max_documents is {self.max_documents}: it must be at least 1, or null for all")
         if self.tokenizer == "bpe" and self.vocab_size < 256:
-            raise InputError(f"data.vocab_size is {self.vocab_size}: byte-level BPE needs at least 256, one for each byte")
+            raise InputError(f"data.vocab_size is {self.vocab_size}: byte-level BPE needs at least 256")
         if self.chunking not in ("stream", "windows"):
             raise InputError(f"data.chunking is {self.chunking!r}: it must be stream or windows")
         if self.chunking == "stream" and not self.shuffle:
             raise InputError("data.shuffle is false, but stream windows are drawn at random: use data.chunking windows")
         if not 0 < self.valid_fraction < 1:
-            raise InputError(f"data.valid_fraction is {self.valid_fraction}: it must lie between 0 and 1, both excluded")
+            raise InputError(f"data.valid_fraction is {self.valid_fraction}: it must be more than 0 and less than 1")

@@ -12,7 +12,7 @@ FILE_EXTENSION = re.compile(r"\.[A-Za-z]\w*$")
 def is_hub_name(name: str) -> bool:
     """Whether `name` has the shape owner/name or name and doesn't look like a file's name.
 
-    `data/input.txt` is a file that is missing, not a data set of the owner "data"; `owner/model-v1.1` can be on the hub.
+    `data/input.txt` is a file that is missing, not a data set of the owner "data"; `owner/model-v1.1` may exist.
     """
     return HUB_NAME.fullmatch(name) is not None and FILE_EXTENSION.search(name) is None
 

@@ -164,7 +164,7 @@ def _texts(batch, column: str, name: str) -> Iterable[str | None]:
         raise InputError(f"{name}: no column {column!r}; set data.column to one of: {columns}")
     values = batch[column]
     if not any(test(values.type) for test in (types.is_string, types.is_large_string, types.is_null)):
-        raise InputError(f"{name}: column {column!r} holds {values.type}, not text; set data.column to a column of text")
+        raise InputError(f"{name}: column {column!r} holds {values.type}, not text; set data.column to another")
     return values.to_pylist()
 
 
