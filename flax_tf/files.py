@@ -2,10 +2,11 @@
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+
+from flax_tf.errors import InputError
 
 
 @contextlib.contextmanager
@@ -14,16 +15,16 @@ def replacing(path: str | os.PathLike) -> Generator[Path]:
 
     The caller may write a file or make a directory. If the block raises, the temporary is removed and `path` is as it
     was. A directory that is in the way is swapped out first and removed last, so no moment loses both.
+    Raises InputError if something cannot be written.
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as room:
-        fresh = Path(room) / target.name
-        yield fresh
-        if target.is_dir():
-            old = Path(room) / "old"
-            target.replace(old)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as room:
+            fresh = Path(room) / target.name
+            yield fresh
+            if target.is_dir():
+                target.replace(Path(room) / "old")
             fresh.replace(target)
-            shutil.rmtree(old)
-        else:
-            fresh.replace(target)
+    except OSError as error:
+        raise InputError(f"{target} cannot be written ({error.strerror or error}): nothing was changed") from error

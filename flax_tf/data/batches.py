@@ -133,8 +133,8 @@ def _cut_windows(config: TextDataConfig, text: TokenizedText, seq_length: int) -
         if not windows:
             raise InputError(
                 f"{config.path}: its {len(lengths)} documents (the longest has {lengths.max()} tokens) make "
-                f"{len(starts)} windows of {seq_length + 1} tokens, which leaves none for {split}: give more text, lower "
-                "model.max_seq_length, change data.valid_fraction, or set data.chunking to stream"
+                f"{len(starts)} windows of {seq_length + 1} tokens, and none is left for {split}: give more text, "
+                "lower model.max_seq_length, change data.valid_fraction, or set data.chunking to stream"
             )
     return starts[:train], starts[train:]
 

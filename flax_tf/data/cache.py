@@ -73,11 +73,11 @@ def cached(
 def _write(entry: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
     entry.mkdir()
     dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
-    max_id, ends, end = -1, [], 0
+    max_id, ends, end = 0, [], 0
     with (entry / "tokens.bin").open("wb") as file:
         for ids in encode_all(tokenizer, texts):
             file.write(ids.astype(dtype).tobytes())
-            max_id = max(max_id, int(ids.max(initial=-1)))
+            max_id = max(max_id, int(ids.max(initial=0)))
             end += len(ids)
             ends.append(end)
     if not end:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FILE_EXTENSION = re.compile(r"\.[A-Za-z]\w*$")
@@ -24,7 +24,7 @@ def one_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def quiet(*names: str) -> Iterator[None]:
+def quiet(*names: str) -> Generator[None]:
     """Silences the loggers of those libraries, whose log lines repeat what the exception says."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]

@@ -2,14 +2,14 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from rich.console import Console
 from rich.status import Status
 
 
 @contextlib.contextmanager
-def waiting(label: str, after_seconds: float = 1.0) -> Iterator[Status]:
+def waiting(label: str, after_seconds: float = 1.0) -> Generator[Status]:
     """A spinner with the label (`update` it as you like) while the block runs; none for a block that ends sooner."""
     status = Console(stderr=True).status(label)
     timer = threading.Timer(after_seconds, status.start)

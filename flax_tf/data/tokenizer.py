@@ -1,6 +1,7 @@
 """Tokenizers, all of them `tokenizers.Tokenizer`, so that one tokenizer.json describes any of them."""
 
-import json
+import importlib
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from flax_tf.data.hub import is_hub_name, one_line, quiet
 from flax_tf.errors import InputError
 
-CHARACTERS_AT_ONCE = 1 << 20  # bounds the memory of an encoding (about 100 bytes a token) and gives threads work
-CHARACTER_PIECE = 1 << 15
+CHARACTERS_AT_ONCE = 1 << 20  # bounds the memory of encodings, 100 bytes and more a token
+PIECE = 1 << 15  # long texts are cut into pieces of about so many characters, for threads to share
+
+CHARACTERS = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would pass over newlines
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+# Where a text may be cut so that its pieces have the ids of the whole.
+ANYWHERE = re.compile("")
+# To a ByteLevel pre-tokenizer, a non-space before a space always ends a word, and a word depends on nothing before it.
+AT_NEWLINE = re.compile(r"(?<=[!-~])(?=\n)")
 
 
 def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
@@ -24,7 +33,7 @@ def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
     for text in texts:
         characters.update(text)
     tokenizer = Tokenizer(models.WordLevel({character: i for i, character in enumerate(sorted(characters))}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would pass over newlines
+    tokenizer.pre_tokenizer = CHARACTERS
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 
@@ -36,7 +45,7 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     2016, https://arxiv.org/abs/1508.07909; the bytes and the splitting into words are GPT-2's.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = BYTES
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -44,7 +53,7 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((piece for piece, _ in _pieces(texts, AT_NEWLINE)), trainer)
     return tokenizer
 
 
@@ -79,32 +88,31 @@ def _read_tokenizer(file: Path) -> Tokenizer:
 def _hub_tokenizer(name: str) -> Tokenizer:
     # Through huggingface_hub, not Tokenizer.from_pretrained, for the errors that it tells apart.
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
         with quiet("huggingface_hub"):
-            return _read_tokenizer(Path(hf_hub_download(name, "tokenizer.json")))
-    except RemoteEntryNotFoundError:
+            file = hf_hub_download(name, "tokenizer.json")
+    except RemoteEntryNotFoundError:  # the name exists, and has a tokenizer of another format
         return _convert(name)
-    except (LocalEntryNotFoundError, OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
+    except Exception as error:  # the hub's libraries raise dozens of kinds
         raise InputError(
             f"tokenizer {name}: no such file or directory, and not to be had from the hub: {one_line(error)}"
         ) from error
+    return _read_tokenizer(Path(file))
 
 
 def _convert(name_or_path: str) -> Tokenizer:
     """The fast tokenizer that `transformers` makes of other formats, such as a vocab.txt."""
     try:
-        from transformers import AutoTokenizer
+        transformers = importlib.import_module("transformers")  # the extra `hf`
     except ImportError as error:
         raise InputError(
             f"tokenizer {name_or_path}: there is no tokenizer.json; to read other formats: pip install 'flax-tf[hf]'"
         ) from error
     try:
         with quiet("transformers", "huggingface_hub"):
-            return AutoTokenizer.from_pretrained(name_or_path).backend_tokenizer
+            return transformers.AutoTokenizer.from_pretrained(name_or_path).backend_tokenizer
     except Exception as error:  # among them an AttributeError: a tokenizer written in Python has no backend
         raise InputError(
             f"tokenizer {name_or_path}: there is no tokenizer.json, and transformers can't make one: {one_line(error)}"
@@ -126,14 +134,14 @@ def encode(tokenizer: Tokenizer, text: str) -> UInt32[np.ndarray, "T"]:
 
 def encode_all(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[UInt32[np.ndarray, "T"]]:
     """As `encode`, for each text; many at a time, on all cores."""
-    by_character = _is_by_character(tokenizer)
+    cut = _safe_cut(tokenizer)
     parts: list[np.ndarray] = []
-    for group in _groups(_pieces(texts, by_character)):
+    for group in _groups(_pieces(texts, cut)):
         pieces = [piece for piece, _ in group]
         try:
             encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
-            if not by_character:
+            if cut is not ANYWHERE:
                 raise InputError(f"the tokenizer can't encode this text: {one_line(error)}") from error
             unknown = set().union(*pieces) - tokenizer.get_vocab().keys()
             names = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in sorted(unknown)[:10])
@@ -146,20 +154,21 @@ def encode_all(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[UInt32[np
                 parts = []
 
 
-def _is_by_character(tokenizer: Tokenizer) -> bool:
-    """Whether this is a `char_tokenizer`, perhaps a saved one: then a text may be encoded in pieces, cut anywhere."""
-    spec, ours = json.loads(tokenizer.to_str()), json.loads(char_tokenizer([]).to_str())
-    spec["model"].pop("vocab", None)
-    ours["model"].pop("vocab")
-    return spec == ours
+def _safe_cut(tokenizer: Tokenizer) -> re.Pattern | None:
+    """The cut for a tokenizer of one of the two kinds made here, new or saved; None for others."""
+    if tokenizer.normalizer is not None or tokenizer.get_added_tokens_decoder():
+        return None
+    return {str(CHARACTERS): ANYWHERE, str(BYTES): AT_NEWLINE}.get(str(tokenizer.pre_tokenizer))
 
 
-def _pieces(texts: Iterable[str], by_character: bool) -> Iterator[tuple[str, bool]]:
-    """The texts, cut where the tokenizer can't notice, and whether a piece is the last of its text."""
+def _pieces(texts: Iterable[str], cut: re.Pattern | None) -> Iterator[tuple[str, bool]]:
+    """The texts in pieces, and whether a piece is the last of its text."""
     for text in texts:
-        step = CHARACTER_PIECE if by_character else max(len(text), 1)
-        for start in range(0, max(len(text), 1), step):
-            yield text[start : start + step], start + step >= len(text)
+        start = 0
+        while cut and start + PIECE < len(text) and (safe := cut.search(text, start + PIECE)):
+            yield text[start : safe.start()], False
+            start = safe.start()
+        yield text[start:], True
 
 
 def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:

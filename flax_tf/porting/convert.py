@@ -20,7 +20,7 @@ class StateDictError(InputError):
     """The keys or shapes of a state dict do not fit the model. The message lists every one of them."""
 
 
-def torch_path(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Module]]:
+def torch_modules(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Module]]:
     """Every module of the tree with its PyTorch path ("" for the root), parents before children.
 
     NNX keeps the members of a `Sequential` in an attribute `layers` that has no counterpart in PyTorch's names.
@@ -29,12 +29,10 @@ def torch_path(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.
     for name, child in nnx.iter_children(module):
         if not isinstance(child, nnx.Module):  # a variable
             continue
-        if isinstance(module, nnx.Sequential) and name == "layers":
-            for path, inner in torch_path(child, prefix):
-                if inner is not child:
-                    yield path, inner
+        if isinstance(module, nnx.Sequential):
+            yield from (pair for pair in torch_modules(child, prefix) if pair[1] is not child)
         else:
-            yield from torch_path(child, f"{prefix}.{name}" if prefix else str(name))
+            yield from torch_modules(child, f"{prefix}.{name}" if prefix else str(name))
 
 
 def slots(model: nnx.Module) -> dict[str, tuple[nnx.Variable, Tensor]]:
@@ -44,7 +42,7 @@ def slots(model: nnx.Module) -> dict[str, tuple[nnx.Variable, Tensor]]:
     and its axes.
     """
     found = {}
-    for path, module in torch_path(model):
+    for path, module in torch_modules(model):
         rule = {row.flax: row for row in rule_of(module)}
         members = enumerate(module) if isinstance(module, nnx.List) else vars(module).items()
         for name, variable in members:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,10 +128,10 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
         # Only the zip format, PyTorch's own since 1.6, can be mapped.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line), "")
+        found = re.search(r"GLOBAL (\S+)", str(error))
         raise InputError(
-            f"{path} holds pickled Python objects, which could run code when opened"
-            f"{f' ({reason.strip()})' if reason else ''}: save model.state_dict() alone"
+            f"{path} holds pickled Python objects{f' ({found[1]})' if found else ''}, which could run code "
+            "when opened: save model.state_dict() alone"
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,186 @@
+"""The command line: `flax-tf inspect | port | check | generate`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from rich.table import Table
+
+from flax_tf.command import DIFFERENT, OK, Parser, run
+from flax_tf.config import Config, config_to_dict
+from flax_tf.data.tokenizer import encode, load_tokenizer
+from flax_tf.errors import InputError
+from flax_tf.generation import generate as generate_tokens
+from flax_tf.parity.check import check as check_tensors
+from flax_tf.porting import read_weights, torch_to_flax
+from flax_tf.porting.names import strip_wrappers
+from flax_tf.porting.recognise import recognise
+from flax_tf.saving import abstract, from_pretrained, read_config, save_pretrained
+from flax_tf.terminal import print_table
+
+
+def inspect(ckpt: str) -> int:
+    """Prints a checkpoint's tensors (names, shapes, dtypes) and which architecture it is.
+
+    Args:
+        ckpt: A .safetensors, .pt, .pth or .bin file, or a directory that holds one.
+    """
+    tensors = _read(ckpt)
+    table = Table("tensor", "shape", "dtype", box=None, pad_edge=False)
+    for name, array in tensors.items():
+        table.add_row(name, str(tuple(array.shape)), str(array.dtype))
+    print_table(table)
+    print(f"{len(tensors)} tensors, {sum(a.size for a in tensors.values()):,} numbers, ", end="")
+    print(f"{sum(a.nbytes for a in tensors.values()):,} bytes")
+    try:
+        print(f"architecture: {_describe(_config(ckpt, tensors, None))}")
+    except InputError as error:
+        print(f"architecture: {error}")
+    return OK
+
+
+def port(ckpt: str, out: str, config: str | None = None) -> int:
+    """Ports a PyTorch checkpoint to a directory that both frameworks load: config.json and model.safetensors.
+
+    Args:
+        ckpt: A .safetensors, .pt, .pth or .bin file, or a directory that holds one.
+        out: The directory to make.
+        config: A YAML or JSON file with the config fields that shapes do not tell, such as num_heads.
+    """
+    tensors = _read(ckpt)
+    found = _config(ckpt, tensors, config)
+    save_pretrained(torch_to_flax(tensors, abstract(found)), out)
+    print(f"ported {len(tensors)} tensors to {out}: {_describe(found)}")
+    return OK
+
+
+def check(ckpt: str, config: str | None = None, against: str | None = None) -> int:
+    """Ports a checkpoint, runs PyTorch and Flax on the same random inputs, and compares every submodule.
+
+    Prints a table of relative errors. Exit code 0: the same model; 1: not, and the last line names the layer.
+
+    Args:
+        ckpt: A .safetensors, .pt, .pth or .bin file, or a directory that holds one: PyTorch's side.
+        config: A YAML or JSON file with the config fields that shapes do not tell, such as num_heads.
+        against: A file or directory with the weights for Flax's side; by default CKPT itself, ported.
+    """
+    tensors = _read(ckpt)
+    report = check_tensors(tensors, tensors if against is None else _read(against), _config(ckpt, tensors, config))
+    report.print()
+    return OK if report else DIFFERENT
+
+
+def generate(
+    directory: str,
+    prompt: str | None = None,
+    prompt_ids: list[int] | None = None,
+    max_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    greedy: bool = False,
+    tokenizer: str | None = None,
+) -> int:
+    """Continues a prompt with a language model, and prints the whole text.
+
+    Args:
+        directory: What training exports or `flax-tf port` makes; also the directory of a training run.
+        prompt: The text to continue.
+        prompt_ids: Token ids to continue, such as '[5, 3]', in place of a prompt; prints ids.
+        max_tokens: Number of tokens to generate.
+        temperature: Divides the logits: below 1 bolder, above 1 more varied.
+        top_k: Sample from the k most probable tokens.
+        top_p: Sample from the most probable tokens that together reach this probability.
+        seed: The same seed gives the same text.
+        greedy: The most probable token every time.
+        tokenizer: A tokenizer.json, a directory with one, or a hub name; by default the model's own.
+    """
+    if (prompt is None) == (prompt_ids is None):
+        raise InputError("give the text to continue as --prompt, or token ids as --prompt_ids")
+    room = Path(directory)
+    if not (room / "config.json").is_file() and (room / "export").is_dir():
+        room = room / "export"
+    _enable_wide(read_weights(room))
+    model = from_pretrained(room)
+    encoder = None
+    if prompt is not None:
+        if tokenizer is None and not (room / "tokenizer.json").is_file():
+            raise InputError(f"{room} has no tokenizer.json: name one with --tokenizer, or give --prompt_ids")
+        encoder = load_tokenizer(tokenizer or str(room))
+        prompt_ids = encode(encoder, prompt).tolist()
+    tokens = generate_tokens(
+        model,
+        np.array([prompt_ids], np.int64),
+        max_tokens,
+        greedy=greedy,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )[0].tolist()
+    print(encoder.decode(tokens) if encoder else tokens)
+    return OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    return run("flax-tf", lambda: _dispatch(argv))
+
+
+def _dispatch(argv: Sequence[str] | None) -> int:
+    parser = Parser(prog="flax-tf", description="PyTorch transformers in JAX, with proof that they are the same model.")
+    subcommands = parser.add_subcommands(dest="command")
+    functions = {function.__name__: function for function in (inspect, port, check, generate)}
+    for name, function in functions.items():
+        subparser = Parser(description=(function.__doc__ or "").split("\n\n    Args:")[0])
+        subparser.add_function_arguments(function, as_positional=True, skip={"greedy"})
+        if function is generate:  # a bare flag: jsonargparse would ask for `--greedy true`
+            subparser.add_argument("--greedy", action="store_true", help="Take the most probable token every time.")
+        subcommands.add_subcommand(name, subparser, help=(function.__doc__ or "").splitlines()[0])
+    args: Any = parser.parse_args(argv)
+    return functions[args.command](**args[args.command].as_dict())
+
+
+def _read(path: str) -> dict[str, np.ndarray]:
+    """A checkpoint's tensors under their bare names. Two names that become one stay, and fail as duplicates."""
+    tensors = read_weights(path)
+    names = strip_wrappers(tensors)
+    _enable_wide(tensors)
+    if len(set(names.values())) < len(names):
+        return tensors
+    return {names[key]: array for key, array in tensors.items()}
+
+
+def _enable_wide(tensors: Mapping[str, np.ndarray]) -> None:
+    """Turns JAX's 64-bit types on if the checkpoint holds any: nothing is cast without being asked."""
+    if any(array.dtype.itemsize == 8 for array in tensors.values()):
+        jax.config.update("jax_enable_x64", True)
+
+
+def _config(ckpt: str, tensors: Mapping[str, np.ndarray], file: str | None) -> Config:
+    """The config from FILE and the shapes; without FILE, from the directory's own config.json if it is one of ours."""
+    if file is None and (Path(ckpt) / "config.json").is_file():
+        return read_config(ckpt)
+    names = strip_wrappers(tensors)
+    return recognise({names[key]: array.shape for key, array in tensors.items()}, _read_fields(file) if file else {})
+
+
+def _read_fields(file: str) -> dict[str, Any]:
+    try:
+        fields = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{file} does not exist: --config takes a YAML or JSON file of config fields") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{file} must hold config fields, one `name: value` a line")
+    return fields
+
+
+def _describe(config: Config) -> str:
+    fields = config_to_dict(config)
+    return f"{fields.pop('arch')} ({', '.join(f'{name} {value}' for name, value in fields.items())})"

@@ -1,0 +1,47 @@
+"""What the command lines share: strict parsing, one clear line for wrong input, and the exit codes."""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+
+from flax_tf.errors import InputError
+
+OK, DIFFERENT, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+class Parser(ArgumentParser):
+    """An argument parser whose errors are InputErrors of one line, without the usage text."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        del ex
+        raise InputError(" ".join(message.split()))
+
+
+def run(name: str, command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit code; wrong input is one line on stderr and exit code 2, never a traceback.
+
+    What the library logs (stripped prefixes, lossy casts) is printed on stderr as well.
+    """
+    logging.basicConfig(format=f"{name}: %(message)s", stream=sys.stderr, level=logging.WARNING)
+    try:
+        return command()
+    except InputError as error:
+        return _complain(name, error)
+    except MemoryError:
+        return _complain(name, "out of memory: use a smaller model or batch")
+    except BrokenPipeError:
+        return OK  # the reader of our output (head, less) has seen enough
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(name, f"{where}{error.strerror or error}")
+    except KeyboardInterrupt:
+        _complain(name, "interrupted")
+        return INTERRUPTED
+
+
+def _complain(name: str, message: Any) -> int:
+    print(f"{name}: error: {message}", file=sys.stderr)
+    return WRONG_INPUT

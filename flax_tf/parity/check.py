@@ -1,0 +1,50 @@
+"""Checking a checkpoint of one of our architectures: the reference and its twin, side by side on random inputs."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from flax_tf.config import BlockConfig, Config
+from flax_tf.errors import InputError
+from flax_tf.parity.compare import compare
+from flax_tf.parity.report import Report
+from flax_tf.porting import torch_to_flax
+from flax_tf.porting.files import numpy_to_torch
+from flax_tf.saving import abstract
+
+# Prime, and so unlike any width that a swapped axis could be mistaken for it.
+BLOCK_LENGTH = 131
+
+
+def check(
+    torch_tensors: Mapping[str, np.ndarray], flax_tensors: Mapping[str, np.ndarray], config: Config, seed: int = 0
+) -> Report:
+    """Loads the first tensors into `torch_ref`, ports the second to Flax, and compares the models.
+
+    Both dicts are in PyTorch's names without wrapper prefixes, and usually one and the same. Two runs are merged:
+    sequences of the full trained length (with one row of nothing but id 0), and sequences of a single token.
+    float64 tensors need `jax_enable_x64`. Raises InputError if torch is not installed or the tensors do not fit.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise InputError("a check runs both frameworks and needs PyTorch: pip install 'flax-tf[torch]'") from None
+    from torch_ref.saving import build
+
+    flax_module = torch_to_flax(flax_tensors, abstract(config))
+    with torch.device("meta"):
+        torch_module = build(config)
+    torch_to_flax(torch_tensors, abstract(config))  # the reference's tensors fit as well, or one error lists all
+    torch_module.load_state_dict({name: numpy_to_torch(array) for name, array in torch_tensors.items()}, assign=True)
+    long, single = (compare(torch_module, flax_module, inputs) for inputs in _random_inputs(config, seed))
+    return long.merged(single)
+
+
+def _random_inputs(config: Config, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A batch of long sequences, and one of single positions."""
+    rng = np.random.default_rng(seed)
+    if isinstance(config, BlockConfig):
+        return rng.standard_normal((2, BLOCK_LENGTH, config.d_model)), rng.standard_normal((3, 1, config.d_model))
+    long = rng.integers(config.token_count(), size=(3, config.max_seq_length))
+    long[1] = 0
+    return long, rng.integers(config.token_count(), size=(5, 1))

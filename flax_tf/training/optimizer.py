@@ -1,0 +1,116 @@
+"""Optimizers and learning rates with PyTorch's arithmetic and PyTorch's defaults, built from optax."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from flax_tf.errors import InputError
+
+Name = Literal["adamw", "adam", "sgd"]
+Decay = Literal["all", "matrices"]
+ScheduleName = Literal["constant", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The update rule and its learning rate. The defaults are those of `torch.optim.AdamW`."""
+
+    name: Name = "adamw"
+    """"adamw": weight decay apart from the gradient. "adam" and "sgd": it is added to the gradient (L2), as in torch."""
+    learning_rate: float = 1e-3
+    """The learning rate; with warm-up or the cosine schedule, its peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of Adam's averages of the gradient and of its square."""
+    eps: float = 1e-8
+    """Added to the root of the averaged square in Adam's denominator."""
+    momentum: float = 0.0
+    """Momentum of "sgd"."""
+    weight_decay: float = 1e-2
+    """Weight decay. torch.optim.AdamW has 1e-2, torch.optim.Adam and SGD have 0, optax.adamw has 1e-4."""
+    decay: Decay = "all"
+    """What decays: "all" parameters, as in torch, or "matrices" alone (two axes or more: no biases, no norms)."""
+    schedule: ScheduleName = "constant"
+    """The learning rate after the warm-up: "constant", or "cosine" down to min_learning_rate at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up: step k, from 0, takes (k + 1) / (warmup_steps + 1) of the learning rate."""
+    min_learning_rate: float = 0.0
+    """Where the cosine schedule ends."""
+    clip_norm: float | None = None
+    """Gradients whose norm over all parameters is greater are scaled down to it. null: no clipping."""
+
+    def __post_init__(self) -> None:
+        for field, choices in (("name", Name), ("decay", Decay), ("schedule", ScheduleName)):
+            if getattr(self, field) not in get_args(choices):
+                raise InputError(
+                    f"optimizer.{field} is {getattr(self, field)!r}: choose from {', '.join(get_args(choices))}"
+                )
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise InputError(f"optimizer.learning_rate is {self.learning_rate}: it must be above 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optimizer.betas is {list(self.betas)}: give two numbers of at least 0 and below 1")
+        if not 0 <= self.momentum < 1:
+            raise InputError(f"optimizer.momentum is {self.momentum}: it must be at least 0 and below 1")
+        for field in ("eps", "weight_decay", "warmup_steps"):
+            if not (math.isfinite(getattr(self, field)) and getattr(self, field) >= 0):
+                raise InputError(f"optimizer.{field} is {getattr(self, field)}: it must be at least 0")
+        if not 0 <= self.min_learning_rate <= self.learning_rate:
+            raise InputError(
+                f"optimizer.min_learning_rate is {self.min_learning_rate}: it must be from 0 to the learning rate"
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"optimizer.clip_norm is {self.clip_norm}: it must be above 0, or null for no clipping")
+
+
+def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate of step k, counted from 0, in a run of `steps` steps.
+
+    In torch: `SequentialLR` of `LinearLR` and `CosineAnnealingLR`. Raises InputError if the warm-up takes all steps.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if warmup >= steps:
+        raise InputError(f"optimizer.warmup_steps is {warmup}, but there are {steps} steps in all: lower it")
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    else:
+        last = max(1, steps - 1 - warmup)
+        after = optax.cosine_decay_schedule(peak, last, alpha=config.min_learning_rate / peak)
+    rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([rising, after], [warmup])
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """`torch.nn.utils.clip_grad_norm_`: gradients times min(1, max_norm / (norm + 1e-6)).
+
+    optax's own has no 1e-6, and so differs in the seventh digit.
+    """
+
+    def update(updates, state, params=None):
+        del params
+        scale = jnp.minimum(1.0, max_norm / (optax.tree.norm(updates) + 1e-6))
+        return jax.tree.map(lambda update: update * scale.astype(update.dtype), updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def matrices(params: optax.Params) -> optax.Params:
+    """True for each parameter with two axes or more."""
+    return jax.tree.map(lambda param: param.ndim >= 2, params)
+
+
+def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The update rule for a run of `steps` steps: clipping, then `config.name` with the scheduled learning rate."""
+    decay = optax.add_decayed_weights(config.weight_decay, matrices if config.decay == "matrices" else None)
+    adam = optax.scale_by_adam(*config.betas, config.eps)
+    match config.name:
+        case "adamw":
+            rule = optax.chain(adam, decay)
+        case "adam":
+            rule = optax.chain(decay, adam)
+        case "sgd":
+            rule = optax.chain(decay, optax.trace(config.momentum))
+    clip = optax.identity() if config.clip_norm is None else clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, rule, optax.scale_by_learning_rate(learning_rates(config, steps)))

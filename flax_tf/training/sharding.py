@@ -1,0 +1,27 @@
+"""Data parallelism: every device holds the whole state and takes its share of each batch."""
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_tf.errors import InputError
+
+
+def data_mesh(batch_size: int) -> Mesh:
+    """A mesh of all local devices along one axis, `data`. Raises InputError if the batch doesn't divide by them."""
+    devices = jax.local_device_count()
+    if batch_size % devices:
+        raise InputError(f"batch_size {batch_size} does not divide by the {devices} devices: choose a multiple")
+    # Explicit axes, the default, would want an out_sharding at every lookup.
+    return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.local_devices())
+
+
+def replicate(mesh: Mesh, tree: Any) -> Any:
+    """The tree with a whole copy of each array on every device."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def shard(mesh: Mesh, batch: Any) -> Any:
+    """The batch with its first axis spread over the devices."""
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))

@@ -1,0 +1,89 @@
+"""One training step and one evaluation step: functions of arrays, compiled once for a run."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+Batch = dict[str, Array]
+# (model, batch, rngs=...) -> (summed loss, number of tokens)
+LossFunction = Callable[..., tuple[Float[Array, ""], Float[Array, ""]]]
+
+
+class TrainState(NamedTuple):
+    """All that training changes, and all that a checkpoint holds of it."""
+
+    step: Int[Array, ""]
+    """Steps done; also the position in the data."""
+    params: nnx.State
+    opt_state: optax.OptState
+    key: Key[Array, ""]
+    """Where the keys of dropout come from: step k uses fold_in(key, k)."""
+    loss_sum: Float[Array, ""]
+    """The summed loss of the tokens since the last look, and below their number: nothing is fetched for each step."""
+    token_count: Float[Array, ""]
+    finite: Bool[Array, ""]
+    """Whether every loss and every gradient was finite so far."""
+
+
+class Steps(NamedTuple):
+    """The compiled functions of a run."""
+
+    train: Callable[[TrainState, Batch], TrainState]
+    """Its first argument is donated: use what it returns."""
+    evaluate: Callable[[nnx.State, Batch], tuple[Float[Array, ""], Float[Array, ""]]]
+    """Parameters and a batch to the summed loss and the number of tokens, without dropout."""
+
+
+def forget_loss(state: TrainState) -> TrainState:
+    """The state with the sums of the loss back at zero."""
+    dtype = jnp.promote_types(jnp.float32, jax.tree.leaves(state.params)[0].dtype)
+    return state._replace(loss_sum=jnp.zeros((), dtype), token_count=jnp.zeros((), dtype))
+
+
+def start(
+    model: nnx.Module, optimizer: optax.GradientTransformation, loss: LossFunction, seed: int
+) -> tuple[TrainState, Steps]:
+    """Splits the model once. The state starts from its parameters; buffers are constants of the compiled functions."""
+    model.train()
+    graph, params, buffers = nnx.split(model, nnx.Param, ...)
+    model.eval()
+    eval_graph, *_ = nnx.split(model, nnx.Param, ...)
+
+    def train(state: TrainState, batch: Batch) -> TrainState:
+        def mean_loss(params):
+            model = nnx.merge(graph, params, buffers)
+            total, tokens = loss(model, batch, rngs=nnx.Rngs(dropout=jax.random.fold_in(state.key, state.step)))
+            return total / tokens, (total, tokens)
+
+        grads, (total, tokens) = jax.grad(mean_loss, has_aux=True)(state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            key=state.key,
+            loss_sum=state.loss_sum + total,
+            token_count=state.token_count + tokens,
+            finite=state.finite & jnp.isfinite(total) & jnp.isfinite(optax.tree.norm(grads)),
+        )
+
+    def evaluate(params: nnx.State, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        return loss(nnx.merge(eval_graph, params, buffers), batch)
+
+    # A copy of the parameters: the caller's model must outlive the donation of the state.
+    params = jax.tree.map(jnp.copy, params)
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        key=jax.random.key(seed),
+        loss_sum=jnp.zeros(()),
+        token_count=jnp.zeros(()),
+        finite=jnp.array(True),
+    )
+    return forget_loss(state), Steps(jax.jit(train, donate_argnums=0), jax.jit(evaluate))
