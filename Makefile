@@ -9,7 +9,7 @@ train: .venv/core.stamp
 	$(BIN)/python train_jax.py
 
 test: .venv/test.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

@@ -112,9 +112,13 @@ def generate(
             raise InputError(f"{room} has no tokenizer.json: name one with --tokenizer, or give --prompt_ids")
         encoder = load_tokenizer(tokenizer or str(room))
         prompt_ids = encode(encoder, prompt).tolist()
+    try:
+        prompt_array = np.array([prompt_ids], np.int64)
+    except OverflowError:
+        raise InputError(f"a token id of {prompt_ids} is outside every vocabulary") from None
     tokens = generate_tokens(
         model,
-        np.array([prompt_ids], np.int64),
+        prompt_array,
         max_tokens,
         greedy=greedy,
         temperature=temperature,

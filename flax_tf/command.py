@@ -1,6 +1,7 @@
 """What the command lines share: strict parsing, one clear line for wrong input, and the exit codes."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -27,13 +28,16 @@ def run(name: str, command: Callable[[], int]) -> int:
     """
     logging.basicConfig(format=f"{name}: %(message)s", stream=sys.stderr, level=logging.WARNING)
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()  # while it can still be told that the pipe is closed or the disk full
+        return code
     except InputError as error:
         return _complain(name, error)
     except MemoryError:
         return _complain(name, "out of memory: use a smaller model or batch")
-    except BrokenPipeError:
-        return OK  # the reader of our output (head, less) has seen enough
+    except BrokenPipeError:  # the reader of our output (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return OK
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _complain(name, f"{where}{error.strerror or error}")

@@ -25,5 +25,5 @@ class Embeddings(nnx.Module):
             raise TokenIdError(
                 f"{length} positions, but the position table has {self.pos_embd.num_embeddings}: give shorter sequences"
             )
-        x = self.token_embd(x) + self.pos_embd(jnp.arange(length))  # (B, T, D)
+        x = self.token_embd(x) + self.pos_embd(jnp.arange(length))[None]  # (B, T, D)
         return self.dropout(self.layer_norm(x), rngs=rngs)  # (B, T, D)

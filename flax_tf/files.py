@@ -15,9 +15,11 @@ def replacing(path: str | os.PathLike) -> Generator[Path]:
 
     The caller may write a file or make a directory. If the block raises, the temporary is removed and `path` is as it
     was. A directory that is in the way is swapped out first and removed last, so no moment loses both.
-    Raises InputError if something cannot be written.
+    Raises InputError if something cannot be written, or `path` is the current directory or above it.
     """
-    target = Path(path)
+    target = Path(path).resolve()
+    if Path.cwd().is_relative_to(target):
+        raise InputError(f"{path} holds the current directory and cannot be replaced: name another")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as room:
@@ -27,4 +29,4 @@ def replacing(path: str | os.PathLike) -> Generator[Path]:
                 target.replace(Path(room) / "old")
             fresh.replace(target)
     except OSError as error:
-        raise InputError(f"{target} cannot be written ({error.strerror or error}): nothing was changed") from error
+        raise InputError(f"{path} cannot be written ({error.strerror or error}): nothing was changed") from error

@@ -13,7 +13,9 @@ from flax_tf.language_model import LanguageModel
 from flax_tf.layers import check_ids
 
 
-def filter_logits(logits: Float[Array, "B V"], temperature: float, top_k: int | None, top_p: float | None):
+def filter_logits(
+    logits: Float[Array, "B V"], temperature: float, top_k: int | None, top_p: float | None
+) -> Float[Array, "B V"]:
     """The logits to sample from: divided by the temperature, then -inf outside the chosen tokens.
 
     `top_k` keeps the k largest (and ties with the k-th). `top_p` keeps the smallest set of most probable tokens whose
@@ -33,7 +35,7 @@ def filter_logits(logits: Float[Array, "B V"], temperature: float, top_k: int | 
 
 
 def generate(
-    model: LanguageModel,
+    model: nnx.Module,
     prompt: Int[np.ndarray, "B P"],
     max_tokens: int,
     *,
@@ -42,8 +44,8 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-) -> Int[np.ndarray, "B P+max_tokens"]:
-    """The prompts, each followed by `max_tokens` generated ids.
+) -> Int[np.ndarray, "B L"]:
+    """The prompts, each followed by `max_tokens` generated ids (L = P + max_tokens).
 
     The model reads at most its `max_seq_length` last tokens: past that the window slides, as in the reference.
     `greedy` takes the most probable token (the lowest id of a tie); else a token is drawn with `seed`, which gives the
@@ -53,6 +55,8 @@ def generate(
     Raises InputError for an empty prompt, ids outside the vocabulary, an encoder (`mask=False`), or options out of
     range.
     """
+    if not isinstance(model, LanguageModel):
+        raise InputError(f"a {type(model).__name__} does not generate: it has no classifier over the vocabulary")
     prompt = np.asarray(prompt)
     _check_options(model, prompt, max_tokens, temperature, top_k, top_p)
     length = model.config.max_seq_length
@@ -66,7 +70,7 @@ def generate(
 
 
 @partial(jax.jit, static_argnames=("graph", "max_tokens", "sampling"))
-def _continue(graph, state, window, start, key, max_tokens, sampling) -> Int[Array, "B max_tokens"]:
+def _continue(graph, state, window, start, key, max_tokens, sampling) -> Int[Array, "B L"]:
     """`window` holds the last tokens from the left; `start` of them are real. A causal model ignores what follows."""
     model = nnx.merge(graph, state)
     model.eval()
@@ -90,8 +94,6 @@ def _continue(graph, state, window, start, key, max_tokens, sampling) -> Int[Arr
 
 
 def _check_options(model, prompt, max_tokens, temperature, top_k, top_p) -> None:
-    if not isinstance(model, LanguageModel):
-        raise InputError(f"a {type(model).__name__} does not generate: it has no classifier over the vocabulary")
     if not model.config.mask:
         raise InputError("an encoder (mask=False) does not generate: every position has seen what follows it")
     if prompt.ndim != 2 or prompt.shape[1] == 0:

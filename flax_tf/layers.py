@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.nn.initializers import Initializer
@@ -69,7 +70,7 @@ class GELU(nnx.Module):
         return jax.nn.gelu(x, approximate=False)
 
 
-def check_ids(ids: Int[Array, "*B"], vocab_size: int) -> None:
+def check_ids(ids: Int[Array | np.ndarray, "*B"], vocab_size: int) -> None:
     """Raises TokenIdError if an id lies outside [0, vocab_size). Does nothing for tracers, which hold no values."""
     if isinstance(ids, Tracer) or ids.size == 0:
         return

@@ -37,7 +37,7 @@ def linear_cross_entropy(
     At most `logits_at_once` logits (or those of one position of the batch, if that is more) are held at any moment;
     the backward pass computes them again.
     """
-    B, T, D = x.shape
+    B, T = labels.shape
     length = max(1, logits_at_once // (B * classifier.out_features))
     if length >= T:
         return cross_entropy(classifier(x), labels, weights)

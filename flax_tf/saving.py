@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from flax_tf.porting.convert import flax_to_torch, torch_to_flax
 from flax_tf.porting.files import read_weights, write_weights
 
 logger = logging.getLogger("flax_tf")
+
+# What `save_pretrained` writes, and so what it may replace.
+_SAVED_FILES = re.compile(r"(config|tokenizer|model\.safetensors\.index)\.json|model(-\d+-of-\d+)?\.safetensors")
 
 MODELS: dict[type, Callable[..., nnx.Module]] = {
     BlockConfig: Block,
@@ -103,14 +107,26 @@ def save_pretrained(
     A saved model at `path` is replaced, in one move, when the new one is complete. Raises InputError, with nothing
     changed, if `path` is a file or a directory that holds anything else.
     """
-    target = Path(path)
-    if target.exists() and not target.is_dir():
-        raise InputError(f"{target} is a file: give a directory to save into")
-    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise InputError(f"{target} holds other files: give a new or empty directory")
-    with replacing(target) as fresh:
+    _check_replaceable(Path(path))
+    with replacing(path) as fresh:
         fresh.mkdir()
         write_weights(flax_to_torch(model), fresh, max_shard_size)
         (fresh / "config.json").write_text(json.dumps(config_to_dict(model.config), indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
-            tokenizer.save(str(fresh / "tokenizer.json"))
+            # Not tokenizer.save, which raises no OSError when the disk is full.
+            (fresh / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raises InputError unless `target` is new, an empty directory, or a saved model and nothing else."""
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is a file: give a directory to save into")
+    present = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
+    foreign = [name for name in present if not _SAVED_FILES.fullmatch(name)]
+    if foreign:
+        raise InputError(f"{target} holds other files (such as {foreign[0]}): give a new or empty directory")
+    if present:
+        try:
+            read_config(target)
+        except InputError as error:
+            raise InputError(f"{error}: give a new or empty directory") from None

@@ -38,8 +38,8 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-) -> Int[Tensor, "B P+max_tokens"]:
-    """The prompts, each followed by `max_tokens` generated ids. The model is in evaluation mode.
+) -> Int[Tensor, "B L"]:
+    """The prompts, each followed by `max_tokens` generated ids (L = P + max_tokens). The model is in evaluation mode.
 
     Seed 001's loop, re-running the text for every token, with the text cut to its last `max_seq_length` tokens.
     """

@@ -86,7 +86,8 @@ def flax_to_torch(model: nnx.Module) -> dict[str, np.ndarray]:
     result = {}
     for name, (variable, row) in slots(model).items():
         value = np.asarray(variable.get_value())
-        result[name] = np.ascontiguousarray(value if row.axes is None else value.transpose(np.argsort(row.axes)))
+        # Not np.ascontiguousarray, which makes a vector of a scalar.
+        result[name] = np.asarray(value if row.axes is None else value.transpose(np.argsort(row.axes)), order="C")
     return result
 
 

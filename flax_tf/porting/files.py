@@ -1,8 +1,8 @@
 """Weight files as {name: array}: `.safetensors` without torch, and PyTorch's `.pt`, `.pth` and `.bin`."""
 
 import json
+import logging
 import os
-import pickle
 import re
 import zipfile
 from collections.abc import Mapping
@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from flax_tf.errors import InputError
+
+logger = logging.getLogger("flax_tf")
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 INDEX = "model.safetensors.index.json"
@@ -44,10 +46,14 @@ def read_weights(path: str | os.PathLike) -> dict[str, np.ndarray]:
         if not present:
             raise InputError(f"{path} holds no weights: expected one of {', '.join(_DIRECTORY_FILES)}")
         path = path / present[0]
+    if path.name.endswith(".index.json") and path.is_file():
+        return _read_shards(path)
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise InputError(f"{path} does not exist: give a weight file or a directory that holds one")
-    if path.name.endswith(".index.json"):
-        return _read_shards(path)
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix in TORCH_SUFFIXES:
@@ -60,7 +66,8 @@ def write_weights(
 ) -> None:
     """Writes `model.safetensors`, or shards with an index where the tensors are more than `max_shard_size` bytes.
 
-    The directory exists and is fresh: the caller moves it into place when it is complete.
+    The directory exists and is fresh: the caller moves it into place when it is complete. Raises OSError if the disk is
+    full.
     """
     split = split_state_dict_into_shards_factory(
         dict(tensors),
@@ -70,8 +77,15 @@ def write_weights(
     )
     for filename, names in split.filename_to_tensors.items():
         # save_file writes raw memory, so the arrays must be contiguous.
-        shard = {name: np.ascontiguousarray(tensors[name]) for name in names}
-        save_file(shard, Path(directory) / filename, metadata={"format": "pt"})
+        shard = {name: np.asarray(tensors[name], order="C") for name in names}
+        file = Path(directory) / filename
+        file.touch()
+        mode = file.stat().st_mode  # that of any new file; save_file's own can be read by nobody else
+        try:
+            save_file(shard, file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        file.chmod(mode)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (Path(directory) / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -102,18 +116,20 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 def _read_shards(index: Path) -> dict[str, np.ndarray]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
+        shards = {shard: index.parent / shard for shard in sorted(set(weight_map.values()))}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"{index} is not an index of shards: it needs a weight_map of names to files") from None
     tensors: dict[str, np.ndarray] = {}
-    for shard in shards:
-        for name, array in read_weights(index.parent / shard).items():
+    for shard, path in shards.items():
+        for name, array in _read_file(path).items():
             if weight_map.get(name) != shard:
-                raise InputError(f"{index.parent / shard} holds {name}, which {index.name} places elsewhere")
+                raise InputError(f"{path} holds {name}, which {index.name} does not place there: copy both again")
             tensors[name] = array
     absent = sorted(weight_map.keys() - tensors.keys())
     if absent:
-        raise InputError(f"{index} names {len(absent)} tensors that its shards lack, the first is {absent[0]}")
+        raise InputError(
+            f"{index} names {len(absent)} tensors that its shards lack (first: {absent[0]}): copy them again"
+        )
     return tensors
 
 
@@ -127,19 +143,29 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
     try:
         # Only the zip format, PyTorch's own since 1.6, can be mapped.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        raise InputError(
-            f"{path} holds pickled Python objects{f' ({found[1]})' if found else ''}, which could run code "
-            "when opened: save model.state_dict() alone"
-        ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path} is not a whole PyTorch file ({reason}): copy or save it again") from None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # on a damaged file torch raises whatever its bytes happen to lead to
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise InputError(
+                f"{path} holds pickled Python objects ({found[1]}), which could run code when opened: "
+                "save model.state_dict() alone"
+            ) from error
+        raise InputError(f"{path} is not a whole PyTorch file ({_first_line(error)}): copy or save it again") from error
     state_dict = _find_state_dict(loaded)
     if state_dict is None:
         raise InputError(f"{path} holds no state dict: save model.state_dict()")
-    return {name: torch_to_numpy(tensor) for name, tensor in state_dict.items()}
+    tensors = {}
+    for name, tensor in state_dict.items():
+        try:
+            tensors[name] = torch_to_numpy(tensor)
+        except (TypeError, RuntimeError) as error:  # sparse, quantized, without data
+            raise InputError(f"{name} in {path} has no counterpart in NumPy ({_first_line(error)})") from error
+    return tensors
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _find_state_dict(loaded: Any) -> dict[str, Any] | None:
@@ -152,6 +178,7 @@ def _find_state_dict(loaded: Any) -> dict[str, Any] | None:
         return loaded
     for container in _CONTAINERS:
         if container in loaded and (inner := _find_state_dict(loaded[container])) is not None:
+            logger.warning("took the state dict under %r, and nothing else of the checkpoint", container)
             return inner
     return None
 

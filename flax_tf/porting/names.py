@@ -1,6 +1,7 @@
 """Names of PyTorch keys: the wrappers that training tools put around a model, and how to take them off."""
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 logger = logging.getLogger("flax_tf")
@@ -18,15 +19,16 @@ def strip_wrappers(keys: Iterable[str], expected: Collection[str] = ()) -> dict[
     caller reports that as a duplicate.
     """
     own = {name.split(".", 1)[0] for name in expected}
-    stripped: dict[str, int] = {}
+    stripped: Counter[str] = Counter()
 
     def bare(key: str) -> str:
-        kept = []
+        kept, wrappers = [], set()
         for part in key.split("."):
             if part in _ANYWHERE or (not kept and part in _LEADING and part not in own):
-                stripped[part] = stripped.get(part, 0) + 1
+                wrappers.add(part)
             else:
                 kept.append(part)
+        stripped.update(wrappers)
         return ".".join(kept)
 
     names = {key: bare(key) for key in keys}

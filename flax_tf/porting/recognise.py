@@ -24,8 +24,9 @@ def _backbone_fields(shapes: Shapes, prefix: str) -> dict[str, Any]:
         "num_layers": _count(shapes, layers + r"(\d+)\."),
         "num_heads": _count(shapes, layers + r"0\.mha\.attention_heads\.(\d+)\."),
     }
-    if f"{prefix}embeddings.pos_embd.weight" in shapes:
-        fields["max_seq_length"] = shapes[f"{prefix}embeddings.pos_embd.weight"][0]
+    positions = shapes.get(f"{prefix}embeddings.pos_embd.weight", ())
+    if len(positions) == 2:
+        fields["max_seq_length"] = positions[0]
     return fields
 
 

@@ -1,12 +1,14 @@
 """Checkpoints of a run, by orbax: this is the only module that imports it."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
+from flax_tf.errors import InputError
 from flax_tf.training.step import TrainState
 
 KEEP = 2  # the newest checkpoints, so that one is left if the other is damaged
@@ -18,11 +20,11 @@ class Checkpoints:
     """The checkpoints of a run in `directory`, each at `directory/STEP`, complete or not there at all."""
 
     def __init__(self, directory: Path):
-        policies = ocp.training.preservation_policies
-        self._orbax = ocp.training.Checkpointer(
-            directory.absolute(),
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=policies.LatestN(KEEP),
+        training: Any = ocp.training  # whose own policies don't fit its annotations
+        self._orbax = training.Checkpointer(
+            str(directory.absolute()),
+            save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=training.preservation_policies.LatestN(KEEP),
             cleanup_tmp_directories=True,  # what a killed run was writing
         )
 
@@ -43,19 +45,32 @@ class Checkpoints:
         latest = self._orbax.latest
         return None if latest is None else latest.step
 
-    def about(self) -> dict[str, Any]:
-        """What was saved beside the state of the newest checkpoint."""
-        return self._orbax.metadata().custom_metadata
+    def load(self, like: TrainState, check: Callable[[dict[str, Any], int], None]) -> TrainState:
+        """The state in the newest checkpoint that can be read, with the tree, dtypes and placement of `like`.
 
-    def load(self, like: TrainState) -> TrainState:
-        """The state in the newest checkpoint, with the tree, dtypes and placement of `like`."""
+        `check` gets what was saved beside the state, and the step, and may raise. Checkpoints that can't be read are
+        deleted, with a warning, once a readable one is found. Raises InputError if there is none.
+        """
         names = _named(like)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), names)
-        loaded = self._orbax.load(abstract_state=abstract)
-        return jax.tree.unflatten(jax.tree.structure(like), [loaded[name] for name in names])
-
-    def close(self) -> None:
-        self._orbax.close()
+        damaged = []
+        for step in sorted((found.step for found in self._orbax.checkpoints), reverse=True):
+            try:
+                about = self._orbax.metadata(step).custom_metadata
+                check(about, step)
+                loaded = self._orbax.load(step, abstract)
+            except InputError:
+                raise
+            except Exception as error:  # whatever the storage library finds wrong
+                log.warning("the checkpoint of step %d can't be read (%s)", step, type(error).__name__)
+                damaged.append(step)
+                continue
+            for other in damaged:
+                self._orbax.delete(other)
+            return jax.tree.unflatten(jax.tree.structure(like), [loaded[name] for name in names])
+        raise InputError(
+            f"{self._orbax.directory} holds no checkpoint that can be read: start another run with --run_dir"
+        )
 
 
 def _named(state: TrainState) -> dict[str, jax.Array]:

@@ -20,7 +20,7 @@ class OptimizerConfig:
     """The update rule and its learning rate. The defaults are those of `torch.optim.AdamW`."""
 
     name: Name = "adamw"
-    """"adamw": weight decay apart from the gradient. "adam" and "sgd": it is added to the gradient (L2), as in torch."""
+    """"adamw": weight decay apart from the gradient. "adam", "sgd": added to the gradient (L2), as in torch."""
     learning_rate: float = 1e-3
     """The learning rate; with warm-up or the cosine schedule, its peak."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -93,7 +93,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         scale = jnp.minimum(1.0, max_norm / (optax.tree.norm(updates) + 1e-6))
         return jax.tree.map(lambda update: update * scale.astype(update.dtype), updates), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def matrices(params: optax.Params) -> optax.Params:

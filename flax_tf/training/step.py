@@ -1,13 +1,13 @@
 """One training step and one evaluation step: functions of arrays, compiled once for a run."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 Batch = dict[str, Array]
 # (model, batch, rngs=...) -> (summed loss, number of tokens)
@@ -19,10 +19,11 @@ class TrainState(NamedTuple):
 
     step: Int[Array, ""]
     """Steps done; also the position in the data."""
-    params: nnx.State
+    params: Any
+    """The `nnx.State` of the model's parameters."""
     opt_state: optax.OptState
-    key: Key[Array, ""]
-    """Where the keys of dropout come from: step k uses fold_in(key, k)."""
+    key: UInt32[Array, "2"]
+    """Data of the key that dropout's come from: step k uses fold_in(key, k)."""
     loss_sum: Float[Array, ""]
     """The summed loss of the tokens since the last look, and below their number: nothing is fetched for each step."""
     token_count: Float[Array, ""]
@@ -33,16 +34,15 @@ class TrainState(NamedTuple):
 class Steps(NamedTuple):
     """The compiled functions of a run."""
 
-    train: Callable[[TrainState, Batch], TrainState]
-    """Its first argument is donated: use what it returns."""
-    evaluate: Callable[[nnx.State, Batch], tuple[Float[Array, ""], Float[Array, ""]]]
-    """Parameters and a batch to the summed loss and the number of tokens, without dropout."""
+    train: jax.stages.Wrapped
+    """(TrainState, Batch) -> TrainState. The old state is donated: use the new one."""
+    evaluate: jax.stages.Wrapped
+    """(params, Batch) -> (summed loss, number of tokens), without dropout."""
 
 
 def forget_loss(state: TrainState) -> TrainState:
     """The state with the sums of the loss back at zero."""
-    dtype = jnp.promote_types(jnp.float32, jax.tree.leaves(state.params)[0].dtype)
-    return state._replace(loss_sum=jnp.zeros((), dtype), token_count=jnp.zeros((), dtype))
+    return state._replace(loss_sum=jnp.zeros_like(state.loss_sum), token_count=jnp.zeros_like(state.token_count))
 
 
 def start(
@@ -57,7 +57,8 @@ def start(
     def train(state: TrainState, batch: Batch) -> TrainState:
         def mean_loss(params):
             model = nnx.merge(graph, params, buffers)
-            total, tokens = loss(model, batch, rngs=nnx.Rngs(dropout=jax.random.fold_in(state.key, state.step)))
+            key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+            total, tokens = loss(model, batch, rngs=nnx.Rngs(dropout=key))
             return total / tokens, (total, tokens)
 
         grads, (total, tokens) = jax.grad(mean_loss, has_aux=True)(state.params)
@@ -77,13 +78,14 @@ def start(
 
     # A copy of the parameters: the caller's model must outlive the donation of the state.
     params = jax.tree.map(jnp.copy, params)
+    dtype = jnp.promote_types(jnp.float32, jax.tree.leaves(params)[0].dtype)
     state = TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=optimizer.init(params),
-        key=jax.random.key(seed),
-        loss_sum=jnp.zeros(()),
-        token_count=jnp.zeros(()),
+        key=jax.random.key_data(jax.random.key(seed)),
+        loss_sum=jnp.zeros((), dtype),
+        token_count=jnp.zeros((), dtype),
         finite=jnp.array(True),
     )
-    return forget_loss(state), Steps(jax.jit(train, donate_argnums=0), jax.jit(evaluate))
+    return state, Steps(jax.jit(train, donate_argnums=0), jax.jit(evaluate))

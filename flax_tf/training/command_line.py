@@ -1,0 +1,148 @@
+"""From presets, YAML files and flags to a `RunConfig`, with one clear line for whatever is wrong with them."""
+
+import argparse
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+from jsonargparse import set_parsing_settings
+
+from flax_tf.command import Parser
+from flax_tf.errors import InputError
+from flax_tf.training.config import RunConfig
+
+DEFAULT_PRESET = "docs"
+
+
+def parse(prog: str, argv: Sequence[str]) -> tuple[RunConfig, str]:
+    """The run that the arguments ask for, and all of its settings as YAML (what `--print_config` prints).
+
+    Raises InputError for whatever is wrong, and SystemExit(0) after `--help` and `--print_config`.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--config")
+    first.add_argument("--preset")
+    first.add_argument("--print_config", action="store_true")
+    try:
+        files, flags = first.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise InputError(str(error)) from None
+
+    settings = {} if files.config is None else _settings(Path(files.config))
+    preset = files.preset or settings.get("preset", DEFAULT_PRESET)
+    parser = _parser(prog)
+    for source, layer in ((f"preset {preset}", _preset(preset)), (files.config, {**settings, "preset": preset})):
+        try:
+            parser.parse_object(layer)  # checks the types: what is set as a default isn't checked again
+        except InputError as error:
+            raise InputError(f"{source}: {_clear(error, parser)}") from None
+        parser.set_defaults(layer)
+    try:
+        chosen: Any = parser.parse_args(list(_expand(flags)))
+    except InputError as error:
+        raise InputError(_clear(error, parser)) from None
+    for name in ("config", "print_config"):
+        del chosen[name]
+    text = parser.dump(chosen, skip_none=False, skip_validation=True)
+    if files.print_config:
+        print(text, end="")  # noqa: T201
+        raise SystemExit(0)
+    return RunConfig(**parser.instantiate(chosen).as_dict()), text
+
+
+def presets() -> dict[str, Path]:
+    """{name: YAML file} of every preset."""
+    folder = Path(str(resources.files("flax_tf") / "presets"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _parser(prog: str) -> Parser:
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = Parser(prog=prog, description="Trains a language model in JAX.", allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="A YAML file with any of the settings below.")
+    parser.add_argument("--print_config", action="store_true", help="Print all settings as YAML, and stop.")
+    parser.add_class_arguments(RunConfig)
+    return parser
+
+
+def _preset(name: str) -> dict[str, Any]:
+    known = presets()
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InputError(f"unknown preset {name!r}: {hint}there are {', '.join(known)}")
+    return _settings(known[name])
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """{dotted key: value} of a YAML file. Raises InputError for one that is missing, broken or has unknown keys."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise InputError(f"{file}{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    except OSError as error:
+        raise InputError(f"config file {file}: {error.strerror}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise InputError(f"{file}: it must hold settings, one `name: value` a line")
+    if isinstance(content.get("data"), str):
+        content = {**content, "data": {"path": content["data"]}}
+    return dict(_flatten(content, RunConfig, file))
+
+
+def _flatten(content: Mapping[str, Any], cls: type, file: Path, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    types = get_type_hints(cls)
+    for key, value in content.items():
+        if key not in types:
+            near = difflib.get_close_matches(str(key), types, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(types)}"
+            raise InputError(f"{file}: unknown key {prefix}{key}: {hint}")
+        if not dataclasses.is_dataclass(types[key]):
+            yield prefix + key, value
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, types[key], file, f"{prefix}{key}.")
+        else:
+            raise InputError(f"{file}: {prefix}{key} must hold settings, one `name: value` a line, not {value!r}")
+
+
+def _expand(flags: Sequence[str]) -> Iterator[str]:
+    """`--data FILE` is short for `--data.path FILE`, and `--resume` for `--resume true`."""
+    for flag, following in zip(flags, [*flags, ""][1:], strict=True):
+        if flag == "--resume" and following not in ("true", "false"):
+            yield "--resume=true"
+        else:
+            yield re.sub(r"^--data(?==|$)", "--data.path", flag)
+
+
+def _clear(error: InputError, parser: Parser) -> str:
+    """An error of the argument parser in the words of a person."""
+    message = str(error)
+    wrong = re.search(r'Parser key "([\w.]+)":.*(?:Got|Given) value: (.*)$', message)
+    if wrong:
+        key, value = wrong.groups()
+        return f"{key} must be {_type_name(key)}, not {value}"
+    unknown = re.match(r"[Uu]nrecognized arguments: (\S+)", message)
+    if unknown:
+        flag = unknown[1].split("=")[0]
+        flags = [name for action in parser._actions for name in action.option_strings]
+        near = difflib.get_close_matches(flag, flags, n=1)
+        kind = "flag" if flag.startswith("-") else "argument"
+        return f"unknown {kind} {flag}: {f'did you mean {near[0]}?' if near else 'see --help'}"
+    return message
+
+
+def _type_name(key: str) -> str:
+    hint: Any = RunConfig
+    for part in key.split("."):
+        hint = get_type_hints(hint)[part]
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("None", "null")

@@ -1,0 +1,130 @@
+"""What a run reports: `metrics.jsonl`, TensorBoard events, progress on stderr and a picture of the loss."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+from flax_tf.files import replacing
+
+PLAIN_LINES = 20  # about how many training losses are printed where there is no terminal for a bar
+
+
+class Metrics:
+    """Writes each row to `run_dir/metrics.jsonl` (flushed at once) and `run_dir/tensorboard`, and shows it.
+
+    A training row has step, loss (nats per token), learning_rate and tokens_per_second; a validation row has step,
+    valid_loss and perplexity. Rows that a killed run wrote after `step`, where it resumes, are cut.
+    """
+
+    def __init__(self, run_dir: Path, step: int, total_steps: int):
+        self._total_steps = total_steps
+        self._last_line = step
+        path = run_dir / "metrics.jsonl"
+        kept = [row for row in read_rows(path) if row["step"] <= step]
+        with replacing(path) as fresh:
+            fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("valid {task.fields[valid]}"),
+            TextColumn("{task.fields[speed]} tokens/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=step, loss="-", valid="-", speed="-")
+
+    def train(self, step: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
+        """Reports the mean training loss since the last report."""
+        self._write(step=step, loss=loss, learning_rate=learning_rate, tokens_per_second=round(tokens_per_second, 1))
+        speed = f"{tokens_per_second:,.0f}"
+        self._progress.update(self._task, completed=step, loss=f"{loss:.3f}", speed=speed)
+        if step - self._last_line >= self._total_steps / PLAIN_LINES or step == self._total_steps:
+            self._last_line = step
+            self._line(f"step {step}/{self._total_steps}: loss {loss:.4f}, {speed} tokens/s")
+
+    def valid(self, step: int, loss: float) -> None:
+        """Reports a validation loss."""
+        self._write(step=step, valid_loss=loss, perplexity=perplexity(loss))
+        self._progress.update(self._task, valid=f"{loss:.3f}")
+        self._line(f"step {step}/{self._total_steps}: validation loss {loss:.4f}, perplexity {perplexity(loss):.2f}")
+
+    def _line(self, text: str) -> None:
+        if self._progress.disable:
+            self._progress.console.print(text, highlight=False)
+
+    def _write(self, step: int, **values: float) -> None:
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def __enter__(self) -> "Metrics":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            self._file.close()
+            self._events.close()
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is beyond a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, without a last one that was cut off in writing; [] if there is no file."""
+    return list(_rows(path)) if path.is_file() else []
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draws the training and validation losses of a run over its steps into a PNG file."""
+    from matplotlib.figure import Figure  # seconds to import, and only for the end of a run
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    train = np.array([(row["step"], row["loss"]) for row in rows if "loss" in row])
+    valid = np.array([(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row])
+    if len(train):
+        axes.plot(*train.T, color="tab:blue", alpha=0.3, linewidth=1)
+        axes.plot(train[:, 0], _smooth(train[:, 1]), color="tab:blue", linewidth=2, label="training (smoothed)")
+    if len(valid):
+        step, loss = valid[valid[:, 1].argmin()]
+        best = f"best {loss:.3f} at step {step:.0f}, perplexity {perplexity(loss):.2f}"
+        axes.plot(*valid.T, color="tab:orange", marker="o", linewidth=1.5, label=f"validation ({best})")
+        axes.plot(step, loss, color="tab:red", marker="*", markersize=14)
+    axes.set(title=title, xlabel="step", ylabel="cross-entropy (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, format="png")
+
+
+def _smooth(losses: np.ndarray) -> np.ndarray:
+    """The mean of each value and its neighbours, up to a fortieth of all on either side."""
+    reach = len(losses) // 40
+    return np.array([losses[max(0, i - reach) : i + reach + 1].mean() for i in range(len(losses))])

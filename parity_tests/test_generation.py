@@ -1,0 +1,140 @@
+"""Generation: greedy tokens are the reference's, sampling draws from the reference's distribution."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from models import BACKBONE, LANGUAGE_MODEL, ids, reference, twin
+
+from flax_tf.config import LanguageModelConfig
+from flax_tf.errors import InputError, TokenIdError
+from flax_tf.generation import filter_logits, generate
+from flax_tf.saving import build
+from torch_ref.generation import filter_logits as torch_filter_logits
+from torch_ref.generation import generate as torch_generate
+
+
+@pytest.fixture(scope="module")
+def pair():
+    module = reference(LANGUAGE_MODEL, seed=3)
+    return module, twin(module)
+
+
+@pytest.mark.parametrize("prompt_length", [1, 11, 13, 19])
+def test_greedy_tokens_are_the_references_also_past_the_trained_length(pair, prompt_length: int) -> None:
+    module, model = pair
+    prompt = ids(5, prompt_length)
+    expected = torch_generate(module, torch.from_numpy(prompt), 29, greedy=True).numpy()
+    assert np.array_equal(generate(model, prompt, 29, greedy=True), expected)
+
+
+def test_a_tie_goes_to_the_lowest_id() -> None:
+    model = build(LanguageModelConfig(vocab_size=7, max_seq_length=5, d_model=6, num_heads=2, num_layers=1))
+    model.classifier.kernel[...] = 0 * model.classifier.kernel[...]
+    model.classifier.bias[...] = np.array([0, 1, 2, 2, 2, 0, 1], np.float32)
+    assert generate(model, np.array([[6]]), 3, greedy=True).tolist() == [[6, 2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(None, None), (1, None), (5, None), (99, None), (None, 1e-9), (None, 0.5), (7, 0.9), (None, 1.0)],
+)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_sampling_is_from_the_references_distribution(temperature, top_k, top_p) -> None:
+    logits = np.random.default_rng(0).standard_normal((5, 37)).astype(np.float32)
+    ours = jax.nn.softmax(filter_logits(jnp.array(logits), temperature, top_k, top_p))
+    theirs = torch.softmax(torch_filter_logits(torch.from_numpy(logits), temperature, top_k, top_p), dim=-1).numpy()
+    assert np.array_equal(np.asarray(ours) > 0, theirs > 0)
+    # One softmax over 37 float32 numbers: a few roundings of 6e-8.
+    assert np.allclose(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_top_k_keeps_ties_and_top_p_the_smallest_sufficient_set() -> None:
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.1, 0.25, 0.15]]))
+    kept = np.asarray(filter_logits(jnp.log(jnp.array([[3.0, 1.0, 2.0, 2.0, 1.0]])), 1.0, 2, None)) > -np.inf
+    assert kept.tolist() == [[True, False, True, True, False]]
+    for top_p, expected in ((0.39, {1}), (0.41, {1, 3}), (0.66, {1, 3, 4}), (0.81, {0, 1, 3, 4})):
+        kept = np.asarray(filter_logits(logits, 1.0, None, top_p))[0] > -np.inf
+        assert set(np.flatnonzero(kept).tolist()) == expected
+
+
+def test_a_seed_gives_the_same_text_and_another_seed_another(pair) -> None:
+    _, model = pair
+    texts = [generate(model, ids(2, 3), 23, seed=seed).tolist() for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_samples_follow_the_models_probabilities(pair) -> None:
+    module, model = pair
+    prompt = np.repeat(ids(1, 3), 20_011, axis=0)
+    drawn = np.bincount(generate(model, prompt, 1)[:, -1], minlength=37) / len(prompt)
+    with torch.no_grad():
+        expected = torch.softmax(module(torch.from_numpy(prompt[:1]))[0, -1], dim=-1).numpy()
+    # A frequency of 20,011 draws has a standard deviation of at most 0.5/sqrt(20,011) = 0.0035; this is over four.
+    assert abs(drawn - expected).max() < 0.015
+
+
+def test_dropout_is_off_and_the_model_is_left_in_training_mode() -> None:
+    model = build(
+        LanguageModelConfig(vocab_size=37, max_seq_length=13, d_model=14, num_heads=2, num_layers=1, dropout=0.5)
+    )
+    before = jax.tree.map(np.asarray, nnx.state(model))
+    first, second = (generate(model, ids(2, 3), 7, greedy=True).tolist() for _ in range(2))
+    assert first == second
+    assert not model.transformer.embeddings.dropout.deterministic
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, nnx.state(model))))
+
+
+def test_one_compilation_serves_prompts_of_every_length(pair) -> None:
+    from flax_tf.generation import _continue
+
+    _, model = pair
+    generate(model, ids(3, 2), 17, greedy=True)
+    compiled = _continue._cache_size()
+    for length in (1, 5, 12, 13, 31):
+        generate(model, ids(3, length), 17, greedy=True)
+    assert _continue._cache_size() == compiled
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (ids(1, 3), {"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        (
+            ids(1, 3),
+            {"temperature": 0.0},
+            "temperature must be above 0, not 0.0: for the most probable token use greedy",
+        ),
+        (ids(1, 3), {"temperature": float("nan")}, "temperature must be above 0, not nan"),
+        (ids(1, 3), {"top_k": 0}, "top_k must be at least 1, not 0"),
+        (ids(1, 3), {"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
+        (ids(1, 3), {"top_p": 1.5}, "top_p must be above 0 and at most 1, not 1.5"),
+        (ids(1, 0), {}, "the prompt is empty"),
+        (np.array([[3, 37]]), {}, "token id 37 is outside the vocabulary of 37"),
+        (np.array([[-1, 3]]), {}, "token id -1 is outside the vocabulary of 37"),
+    ],
+)
+def test_bad_input_is_refused(pair, prompt: np.ndarray, options: dict, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        generate(pair[1], prompt, **{"max_tokens": 5, **options})
+    assert str(error.value).startswith(message)
+
+
+def test_an_encoder_does_not_generate() -> None:
+    with pytest.raises(InputError, match="no classifier"):
+        generate(build(BACKBONE), ids(1, 3), 5)
+    encoder = build(
+        LanguageModelConfig(vocab_size=7, max_seq_length=5, d_model=6, num_heads=2, num_layers=1, mask=False)
+    )
+    with pytest.raises(InputError, match="mask=False"):
+        generate(encoder, np.array([[3]]), 5)
+
+
+def test_too_many_positions_are_refused_by_the_model_itself(pair) -> None:
+    module, model = pair
+    with pytest.raises(IndexError):
+        module(torch.from_numpy(ids(1, 14)))
+    with pytest.raises(TokenIdError, match="14 positions, but the position table has 13"):
+        model(jnp.array(ids(1, 14)))

@@ -1,0 +1,234 @@
+"""Every system against its PyTorch reference, by the contract; and planted faults, which must be caught and located."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from models import BACKBONE, BLOCK, LANGUAGE_MODEL, ids, reference, twin
+
+import flax_tf.attention
+import flax_tf.block
+from flax_tf.config import BackboneConfig, LanguageModelConfig
+from flax_tf.parity import compare
+from flax_tf.parity.capture import recorded_calls
+from flax_tf.parity.check import check
+from flax_tf.parity.tolerances import FLOAT32_FLOOR, float32_passes, relative_error
+
+PADDED = ids(3, 13)
+PADDED[1] = 0  # a row that is nothing but one id
+PADDED[2, 5:] = 0
+
+HEAD = "transformer.transformer_layers.0.mha.attention_heads.0"
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs"),
+    [
+        (LANGUAGE_MODEL, ids(2, 7)),
+        (LANGUAGE_MODEL, PADDED),
+        (LANGUAGE_MODEL, ids(5, 1)),
+        (LanguageModelConfig(**{**LANGUAGE_MODEL.__dict__, "mask": False}), PADDED),
+        (BACKBONE, ids(2, 7)),
+        (BackboneConfig(**{**BACKBONE.__dict__, "mask": True, "dropout": 0.3, "layer_norm_eps": 1e-3}), ids(2, 7)),
+        (BLOCK, np.random.default_rng(0).standard_normal((2, 7, 15))),
+        (BLOCK, np.random.default_rng(0).standard_normal((3, 1, 15))),
+        (BLOCK, np.random.default_rng(0).standard_normal((1, 257, 15))),
+    ],
+    ids=[
+        "causal",
+        "padded",
+        "single",
+        "not-causal",
+        "backbone",
+        "backbone-causal",
+        "block",
+        "block-single",
+        "block-long",
+    ],
+)
+def test_the_twin_is_the_same_model(config, inputs: np.ndarray) -> None:
+    report = compare(module := reference(config), twin(module), inputs)
+    assert report.ok, report.summary()
+    called = {path for path, m in module.named_modules() if not isinstance(m, torch.nn.ModuleList)}
+    assert {row.name for row in report.rows if row.kind == "output"} == {path or "(model)" for path in called}
+    assert {row.name for row in report.rows if row.kind == "gradient"} == dict(module.named_parameters()).keys()
+
+
+def test_a_long_sequence_of_the_language_model() -> None:
+    config = LanguageModelConfig(vocab_size=37, max_seq_length=521, d_model=14, num_heads=2, num_layers=1)
+    report = compare(module := reference(config), twin(module), ids(2, 521))
+    assert report.ok, report.summary()
+
+
+def swap_keys_and_queries(model) -> None:
+    kernel = model.kqv_projection.kernel[...]
+    model.kqv_projection.kernel[...] = jnp.concatenate([kernel[:, 15:30], kernel[:, :15], kernel[:, 30:]], axis=1)
+
+
+def transpose_a_square_kernel(model) -> None:
+    model.output_mixer_projection.kernel[...] = model.output_mixer_projection.kernel[...].T
+
+
+def change_an_epsilon(model) -> None:
+    model.mlp_layer_norm.epsilon = 1e-6
+
+
+def drop_a_bias(model) -> None:
+    model.embedding_mlp.layers[2].bias[...] = jnp.zeros(15)
+
+
+def use_the_tanh_gelu(model) -> None:
+    class TanhGELU(nnx.Module):
+        def __call__(self, x):
+            return jax.nn.gelu(x, approximate=True)
+
+    model.embedding_mlp.layers[1] = TanhGELU()
+
+
+def move_one_weight(model) -> None:
+    model.kqv_projection.kernel[...] = model.kqv_projection.kernel[...].at[3, 5].add(1e-3)
+
+
+def plant_a_nan(model) -> None:
+    model.mlp_layer_norm.bias[...] = model.mlp_layer_norm.bias[...].at[2].set(jnp.nan)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "place"),
+    [
+        (swap_keys_and_queries, "kqv_projection"),
+        (transpose_a_square_kernel, "output_mixer_projection"),
+        (change_an_epsilon, "mlp_layer_norm"),
+        (drop_a_bias, "embedding_mlp.2"),
+        (use_the_tanh_gelu, "embedding_mlp.1"),
+        (move_one_weight, "kqv_projection"),
+        (plant_a_nan, "mlp_layer_norm"),
+    ],
+)
+def test_a_fault_in_a_layer_is_caught_and_located(sabotage, place: str) -> None:
+    model = twin(module := reference(BLOCK))
+    sabotage(model)
+    report = compare(module, model, np.random.default_rng(0).standard_normal((2, 7, 15)))
+    assert not report
+    assert report.culprit == place
+    assert report.summary().startswith(f"NOT the same model: the first difference is in {place} ")
+
+
+def test_a_fault_between_layers_is_laid_on_the_module_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = twin(module := reference(LANGUAGE_MODEL))
+    monkeypatch.setattr(flax_tf.attention, "sqrt", lambda width: (width + 1) ** 0.5)
+    report = compare(module, model, ids(2, 7))
+    # The dropout after the softmax is the first whose output differs, but on the same input it is right.
+    assert next(row.name for row in report.rows if not row.ok) == f"{HEAD}.dropout"
+    assert report.culprit == HEAD
+
+
+def test_a_mask_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = twin(module := reference(BLOCK))
+    monkeypatch.setattr(flax_tf.block, "causal_mask", lambda length: jnp.tril(jnp.ones((length, length), bool), 1))
+    report = compare(module, model, np.random.default_rng(0).standard_normal((2, 7, 15)))
+    # The attention is the block's own code, between its projections.
+    assert report.culprit == "(model)"
+
+
+def test_a_stale_buffer_is_caught() -> None:
+    model = twin(module := reference(LANGUAGE_MODEL))
+    tril = model.transformer.transformer_layers[1].mha.attention_heads[2].tril
+    tril[...] = jnp.ones_like(tril[...])
+    assert compare(module, model, ids(2, 7)).culprit == "transformer.transformer_layers.1.mha.attention_heads.2"
+
+
+def test_a_wrong_gradient_with_right_outputs_is_caught() -> None:
+    class Stopped(nnx.Module):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __call__(self, x):
+            return jax.lax.stop_gradient(self.inner(x))
+
+    class Named(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    module = reference(BLOCK)
+    report = compare(Named(module), Stopped(twin(module)), np.random.default_rng(0).standard_normal((2, 7, 15)))
+    assert all(row.ok for row in report.rows if row.kind == "output")
+    assert not any(row.ok for row in report.rows if row.kind == "gradient")
+    assert not report
+
+
+def test_what_only_one_side_has_is_reported() -> None:
+    module = reference(BLOCK)
+    module.embedding_mlp.append(torch.nn.Identity())
+    report = compare(module, twin(reference(BLOCK)), np.random.default_rng(0).standard_normal((2, 7, 15)))
+    assert report.unpaired == ("call embedding_mlp.3 is in PyTorch alone",)
+    assert not report
+
+
+def test_calls_of_a_class_that_inherits_its_call_are_recorded_once() -> None:
+    class Inner(nnx.Linear):
+        pass
+
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.plain = nnx.Linear(3, 5, rngs=nnx.Rngs(0))
+            self.heir = Inner(5, 2, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.heir(self.plain(x))
+
+    seen = []
+    with recorded_calls(model := Outer(), lambda path, output: seen.append((path, output.shape))):
+        model(jnp.ones((7, 3)))
+    model(jnp.ones((7, 3)))  # after the block nothing is recorded
+    assert seen == [("plain", (7, 5)), ("heir", (7, 2)), ("", (7, 2))]
+
+
+def test_models_are_left_as_they_were() -> None:
+    module = reference(LANGUAGE_MODEL).train()
+    model = twin(module)
+    model.train()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        compare(module, model, ids(2, 3))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert module.training and all(p.dtype == torch.float32 and p.grad is None for p in module.parameters())
+    assert not model.transformer.embeddings.dropout.deterministic
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+    assert jnp.zeros(1).dtype == jnp.float32
+
+
+def test_check_uses_the_full_trained_length_and_merges_the_worse() -> None:
+    tensors = {name: tensor.numpy() for name, tensor in reference(LANGUAGE_MODEL).state_dict().items()}
+    other = {name: array.copy() for name, array in tensors.items()}
+    # Only the last position of a full-length sequence can see this.
+    other["transformer.embeddings.pos_embd.weight"][12, 3] += 1e-3
+    assert check(tensors, tensors, LANGUAGE_MODEL).ok
+    assert check(tensors, other, LANGUAGE_MODEL).culprit == "transformer.embeddings.pos_embd"
+
+
+def test_relative_error_lets_no_nan_infinity_or_shape_pass() -> None:
+    one = np.ones((2, 3))
+    assert relative_error(one, one) == 0.0
+    assert relative_error(one * (1 + 1e-3), one) == pytest.approx(1e-3)  # by definition, to pytest's 1e-6
+    for bad in (np.nan, np.inf):
+        wrong = one.copy()
+        wrong[1, 2] = bad
+        assert relative_error(wrong, one) == relative_error(one, wrong) == relative_error(wrong, wrong) == np.inf
+    assert relative_error(one, one[:1]) == np.inf
+    assert relative_error(one, np.zeros((2, 3))) == np.inf
+
+
+def test_float32_is_measured_by_pytorchs_own_error() -> None:
+    assert float32_passes(2e-6, 1e-6)
+    assert not float32_passes(2.1e-6, 1e-6)
+    assert float32_passes(FLOAT32_FLOOR, 0.0)
+    assert not float32_passes(1.1 * FLOAT32_FLOOR, 0.0)
