@@ -1,13 +1,13 @@
-"""Multi-head self-attention with a separate module per head. Twin: `torch_ref/attention.py`."""
+"""Attention: a module per head, all heads in one, and additive. Twin: `torch_ref/attention.py`."""
 
 from math import sqrt
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from flax_tf.config import BackboneConfig
+from flax_tf.config import BackboneConfig, RNNConfig, TransformerConfig
 from flax_tf.layers import Buffer, Linear
 from flax_tf.masks import masked_softmax
 
@@ -44,3 +44,76 @@ class PerHeadAttention(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], *, rngs: nnx.Rngs | None = None) -> Float[Array, "B T D"]:
         heads = [head(x, rngs=rngs) for head in self.attention_heads]  # N times (B, T, H)
         return self.linear_proj(jnp.concatenate(heads, axis=-1))  # (B, T, D)
+
+
+class MultiHeadAttention(nnx.Module):
+    """Concat of softmax(QKᵀ/√H)V over the heads, then W_o (Vaswani et al. 2017). Seed 002, `MultiHeadAttention`."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.num_heads = config.num_heads
+        self.W_q = Linear(config.d_model, config.d_model, rngs=rngs)
+        self.W_k = Linear(config.d_model, config.d_model, rngs=rngs)
+        self.W_v = Linear(config.d_model, config.d_model, rngs=rngs)
+        self.W_o = Linear(config.d_model, config.d_model, rngs=rngs)
+
+    def split_heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B N T H"]:
+        B, T, D = x.shape
+        return jnp.swapaxes(x.reshape(B, T, self.num_heads, D // self.num_heads), 1, 2)
+
+    def keys_values(
+        self, key: Float[Array, "B S D"], value: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S H"]]:
+        """What later queries attend to: a decoder keeps it from step to step."""
+        return self.split_heads(self.W_k(key)), self.split_heads(self.W_v(value))
+
+    def weights(
+        self, query: Float[Array, "B T D"], k: Float[Array, "B N S H"], mask: Bool[Array, "#B 1 #T S"] | None
+    ) -> Float[Array, "B N T S"]:
+        """How much every query attends to every key; a row sums to 1."""
+        q = self.split_heads(self.W_q(query))  # (B, N, T, H)
+        scores = jnp.einsum("bnth,bnsh->bnts", q, k) / sqrt(q.shape[-1])  # (B, N, T, S)
+        return jax.nn.softmax(scores, axis=-1) if mask is None else masked_softmax(scores, mask)
+
+    def attend(
+        self,
+        query: Float[Array, "B T D"],
+        k: Float[Array, "B N S H"],
+        v: Float[Array, "B N S H"],
+        mask: Bool[Array, "#B 1 #T S"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The attention over keys and values that `keys_values` made."""
+        mixed = self.weights(query, k, mask) @ v  # (B, N, T, H)
+        return self.W_o(jnp.swapaxes(mixed, 1, 2).reshape(query.shape))
+
+    def __call__(
+        self,
+        query: Float[Array, "B T D"],
+        key: Float[Array, "B S D"],
+        value: Float[Array, "B S D"],
+        mask: Bool[Array, "#B 1 #T S"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        k, v = self.keys_values(key, value)  # each (B, N, S, H)
+        return self.attend(query, k, v, mask)
+
+
+class BahdanauAttention(nnx.Module):
+    """softmax(Va tanh(Wa query + Ua keys)) keys, additive attention (Bahdanau et al. 2015). Seed 002, same name."""
+
+    def __init__(self, config: RNNConfig, *, rngs: nnx.Rngs):
+        self.Wa = Linear(config.hidden_size, config.hidden_size, rngs=rngs)
+        self.Ua = Linear(config.hidden_size, config.hidden_size, rngs=rngs)
+        self.Va = Linear(config.hidden_size, 1, rngs=rngs)
+
+    def __call__(
+        self,
+        query: Float[Array, "B 1 H"],
+        keys: Float[Array, "B S H"],
+        projected_keys: Float[Array, "B S H"] | None = None,
+        mask: Bool[Array, "B 1 S"] | None = None,
+    ) -> tuple[Float[Array, "B 1 H"], Float[Array, "B 1 S"]]:
+        """The context and the weights. `projected_keys` is Ua(keys), which a decoder computes once for all steps."""
+        projected_keys = self.Ua(keys) if projected_keys is None else projected_keys
+        scores = self.Va(jnp.tanh(self.Wa(query) + projected_keys))  # (B, S, 1)
+        scores = jnp.swapaxes(scores, 1, 2)  # (B, 1, S)
+        weights = jax.nn.softmax(scores, axis=-1) if mask is None else masked_softmax(scores, mask)
+        return weights @ keys, weights

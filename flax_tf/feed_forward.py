@@ -1,10 +1,10 @@
-"""Position-wise feed-forward network. Twin: `torch_ref/feed_forward.py`."""
+"""Position-wise feed-forward networks. Twin: `torch_ref/feed_forward.py`."""
 
 from flax import nnx
 from jaxtyping import Array, Float
 
-from flax_tf.config import BackboneConfig
-from flax_tf.layers import GELU, Linear
+from flax_tf.config import BackboneConfig, TransformerConfig
+from flax_tf.layers import GELU, Linear, ReLU
 
 
 class FeedForwardNetwork(nnx.Module):
@@ -19,3 +19,15 @@ class FeedForwardNetwork(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], *, rngs: nnx.Rngs | None = None) -> Float[Array, "B T D"]:
         x = self.gelu(self.layer1(x))  # (B, T, F)
         return self.dropout(self.layer2(x), rngs=rngs)  # (B, T, D)
+
+
+class PositionWiseFeedForward(nnx.Module):
+    """W₂ max(0, W₁x + b₁) + b₂ (Vaswani et al. 2017, equation 2). Seed 002, `PositionWiseFeedForward`."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.fc1 = Linear(config.d_model, config.d_ff, rngs=rngs)
+        self.fc2 = Linear(config.d_ff, config.d_model, rngs=rngs)
+        self.relu = ReLU()
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.fc2(self.relu(self.fc1(x)))  # (B, T, F), then (B, T, D)

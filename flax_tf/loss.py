@@ -70,3 +70,19 @@ def language_model_loss(
     """
     x = model.transformer(batch["inputs"], **kwargs)
     return linear_cross_entropy(model.classifier, x, batch["labels"], batch.get("weights"))
+
+
+def sequence_cross_entropy(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], pad_id: int, label_smoothing: float = 0.0
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """The summed cross-entropy of the targets that are not padding, in nats, and how many these are.
+
+    The quotient is `torch.nn.CrossEntropyLoss(ignore_index=pad_id, label_smoothing=label_smoothing)`: of the label
+    a part `label_smoothing` is spread evenly over all V classes (Szegedy et al. 2016). Log probabilities may stand for
+    the logits. Computed in float32, or in float64 if the logits are.
+    """
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=-1)
+    at_target = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]  # (B, T)
+    losses = -(1 - label_smoothing) * at_target - label_smoothing * log_probs.mean(axis=-1)
+    real = targets != pad_id
+    return jnp.where(real, losses, 0).sum(), real.sum()

@@ -15,12 +15,24 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from flax_tf.block import Block
-from flax_tf.config import BackboneConfig, BlockConfig, Config, LanguageModelConfig, config_from_dict, config_to_dict
+from flax_tf.config import (
+    AttnRNNConfig,
+    BackboneConfig,
+    BlockConfig,
+    Config,
+    LanguageModelConfig,
+    RNNConfig,
+    TransformerConfig,
+    config_from_dict,
+    config_to_dict,
+)
 from flax_tf.errors import InputError
 from flax_tf.files import replacing
 from flax_tf.language_model import Backbone, LanguageModel
 from flax_tf.porting.convert import flax_to_torch, torch_to_flax
 from flax_tf.porting.files import read_weights, write_weights
+from flax_tf.recurrent import AttnSeq2Seq, Seq2Seq
+from flax_tf.transformer import Transformer
 
 logger = logging.getLogger("flax_tf")
 
@@ -31,6 +43,9 @@ MODELS: dict[type, Callable[..., nnx.Module]] = {
     BlockConfig: Block,
     BackboneConfig: Backbone,
     LanguageModelConfig: LanguageModel,
+    TransformerConfig: Transformer,
+    RNNConfig: Seq2Seq,
+    AttnRNNConfig: AttnSeq2Seq,
 }
 
 

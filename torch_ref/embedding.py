@@ -1,10 +1,13 @@
-"""Token and position embeddings. Twin: `flax_tf/embedding.py`."""
+"""Token and position embeddings, learned and sinusoidal. Twin: `flax_tf/embedding.py`."""
+
+import math
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from torch_ref.config import BackboneConfig
+from flax_tf.errors import TokenIdError
+from torch_ref.config import BackboneConfig, TransformerConfig
 
 
 class Embeddings(nn.Module):
@@ -21,3 +24,29 @@ class Embeddings(nn.Module):
         """Raises IndexError for more positions than the table has, or for an id outside the vocabulary."""
         x = self.token_embd(x) + self.pos_embd(torch.arange(x.size(-1), device=x.device))  # (B, T, D)
         return self.dropout(self.layer_norm(x))  # (B, T, D)
+
+
+class PositionalEncoding(nn.Module):
+    """x + pe, with pe(t, 2i) = sin(t / 10000^(2i/D)) and pe(t, 2i+1) = cos of the same. Seed 002, `PositionalEncoding`.
+
+    The table of Vaswani et al. 2017, section 3.5, is saved and never trained. An odd D ends with a sine.
+    """
+
+    pe: Tensor
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        D, length = config.d_model, config.max_seq_length
+        position = torch.arange(length, dtype=torch.float32)[:, None]
+        angle = position * torch.exp(torch.arange(0, D, 2, dtype=torch.float32) * -(math.log(10000.0) / D))
+        pe = torch.zeros(length, D)
+        pe[:, 0::2] = torch.sin(angle)
+        pe[:, 1::2] = torch.cos(angle[:, : D // 2])
+        self.register_buffer("pe", pe[None])  # (1, max_seq_length, D)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """Raises TokenIdError, an IndexError, for more positions than the table has."""
+        length, positions = x.size(1), self.pe.size(1)
+        if length > positions:
+            raise TokenIdError(f"{length} positions, but the position table has {positions}: give shorter sequences")
+        return x + self.pe[:, :length]

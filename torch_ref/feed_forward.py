@@ -1,9 +1,9 @@
-"""Position-wise feed-forward network. Twin: `flax_tf/feed_forward.py`."""
+"""Position-wise feed-forward networks. Twin: `flax_tf/feed_forward.py`."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.config import BackboneConfig
+from torch_ref.config import BackboneConfig, TransformerConfig
 
 
 class FeedForwardNetwork(nn.Module):
@@ -19,3 +19,16 @@ class FeedForwardNetwork(nn.Module):
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         x = self.gelu(self.layer1(x))  # (B, T, F)
         return self.dropout(self.layer2(x))  # (B, T, D)
+
+
+class PositionWiseFeedForward(nn.Module):
+    """W₂ max(0, W₁x + b₁) + b₂ (Vaswani et al. 2017, equation 2). Seed 002, `PositionWiseFeedForward`."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.d_model, config.d_ff)
+        self.fc2 = nn.Linear(config.d_ff, config.d_model)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        return self.fc2(self.relu(self.fc1(x)))  # (B, T, F), then (B, T, D)

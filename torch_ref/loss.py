@@ -39,3 +39,16 @@ def language_model_loss(model: LanguageModel, batch: dict[str, Tensor]) -> tuple
     """
     x = model.transformer(batch["inputs"])
     return linear_cross_entropy(model.classifier, x, batch["labels"], batch.get("weights"))
+
+
+def sequence_cross_entropy(
+    logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], pad_id: int, label_smoothing: float = 0.0
+) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+    """The summed cross-entropy of the targets that are not padding, in nats, and how many these are.
+
+    The quotient is `torch.nn.CrossEntropyLoss(ignore_index=pad_id, label_smoothing=label_smoothing)`.
+    """
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=pad_id, label_smoothing=label_smoothing, reduction="sum"
+    )
+    return loss, (targets != pad_id).sum()

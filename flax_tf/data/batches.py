@@ -154,8 +154,7 @@ def train_batches(data: TextData, batch_size: int, seed: int) -> grain.MapDatase
 
     Raises InputError for a seed outside 0 to 2**32 - 1.
     """
-    if not 0 <= seed < 1 << 32:
-        raise InputError(f"seed is {seed}: it must be at least 0 and less than {1 << 32}")
+    check_seed(seed)
     starts = data.train_starts
     if isinstance(starts, range):
         steps = grain.MapDataset.range(sys.maxsize).seed(seed)
@@ -189,6 +188,12 @@ def _examples(data: TextData, starts: Int[np.ndarray, "B"]) -> dict[str, np.ndar
     positions = starts[:, None] + np.arange(data.seq_length + 1)
     windows = np.take(data.tokens, positions, mode="clip").astype(np.int32)  # a last window may point past the end
     return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
+
+
+def check_seed(seed: int) -> None:
+    """Raises InputError for a seed that the order of the data can't be made from."""
+    if not 0 <= seed < 1 << 32:
+        raise InputError(f"seed is {seed}: it must be at least 0 and less than {1 << 32}")
 
 
 def check_ids(max_id: int, vocab_size: int) -> None:

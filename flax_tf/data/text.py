@@ -5,13 +5,17 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flax_tf.data.config import TextDataConfig
 from flax_tf.data.hub import is_hub_name, one_line, quiet
 from flax_tf.errors import InputError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +70,7 @@ def load_documents(config: TextDataConfig) -> Documents:
         return _documents(config, [_sha256(topic.encode()) for topic in topics], lambda: iter(topics))
     if path.exists():
         files = _files(path)
-        digests = [f"{TABLES.get(file.suffix.lower(), 'text')} {_file_digest(file)}" for file in files]
+        digests = [f"{TABLES.get(file.suffix.lower(), 'text')} {file_digest(file)}" for file in files]
         return _documents(config, digests, lambda: _read_files(files, config.column))
     if not is_hub_name(config.path):
         raise InputError(f"data path {config.path}: no such file or directory")
@@ -93,7 +97,8 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _file_digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
+    """The SHA-256 of the file's bytes. Raises InputError if it can't be read."""
     try:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -118,7 +123,7 @@ def _read_files(files: list[Path], column: str) -> Iterator[str | None]:
         if kind is None:
             yield _read_text(file)
         elif file.stat().st_size:  # an empty table is an error to the readers, and no rows to us
-            yield from _read_table(file, kind, column)
+            yield from (text for (text,) in read_table(file, kind, {"data.column": column}))
 
 
 def _read_text(file: Path) -> str:
@@ -130,7 +135,12 @@ def _read_text(file: Path) -> str:
         raise InputError(f"{file}: can't be read ({error.strerror})") from error
 
 
-def _read_table(file: Path, kind: str, column: str) -> Iterator[str | None]:
+def read_table(file: Path, kind: str, columns: Mapping[str, str]) -> Iterator[tuple[str | None, ...]]:
+    """The rows of a table whose format is `kind`, one of the values of TABLES: the text in each of the columns.
+
+    `columns` has the columns' names by the settings that give them; a field of a nested column is column.field.
+    Raises InputError if the file can't be read so, lacks a column, or has something else than text there.
+    """
     from datasets import IterableDataset  # seconds to import, and not needed for plain text
 
     # Read through the readers themselves: `load_dataset` would report each use of one to a counter on the network.
@@ -146,7 +156,7 @@ def _read_table(file: Path, kind: str, column: str) -> Iterator[str | None]:
                 case _:
                     table = IterableDataset.from_parquet(pattern)
             for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
-                yield from _texts(batch, column, str(file))
+                yield from _rows(batch, columns, str(file))
     except InputError:
         raise
     except UnicodeDecodeError as error:
@@ -155,34 +165,47 @@ def _read_table(file: Path, kind: str, column: str) -> Iterator[str | None]:
         raise InputError(f"{file}: can't be read as {file.suffix.lower()[1:]}: {one_line(error)}") from error
 
 
-def _texts(batch, column: str, name: str) -> Iterable[str | None]:
-    """The column of a `pyarrow.Table`."""
+def _rows(batch, columns: Mapping[str, str], name: str) -> Iterator[tuple[str | None, ...]]:
+    """The rows of a `pyarrow.Table`: the text in each of the columns, as for `read_table`."""
     from pyarrow import types
 
-    if column not in batch.column_names:
-        columns = ", ".join(batch.column_names)
-        raise InputError(f"{name}: no column {column!r}; set data.column to one of: {columns}")
-    values = batch[column]
-    if not any(test(values.type) for test in (types.is_string, types.is_large_string, types.is_null)):
-        raise InputError(f"{name}: column {column!r} holds {values.type}, not text; set data.column to another")
-    return values.to_pylist()
+    batch = batch.flatten()  # a column `translation` of two fields becomes `translation.de` and `translation.en`
+    for setting, column in columns.items():
+        if column not in batch.column_names:
+            names = ", ".join(batch.column_names)
+            raise InputError(f"{name}: no column {column!r}; set {setting} to one of: {names}")
+        kind = batch[column].type
+        if not any(test(kind) for test in (types.is_string, types.is_large_string, types.is_null)):
+            raise InputError(f"{name}: column {column!r} holds {kind}, not text; set {setting} to another")
+    return zip(*(batch[column].to_pylist() for column in columns.values()), strict=True)
+
+
+def hub_table(name: str, split: str) -> "Dataset":
+    """A split of a data set of the hub. Raises InputError if it can't be had."""
+    from datasets import Dataset, load_dataset
+
+    log.info("%s: no such file here; asking the hub", name)
+    try:
+        with quiet("datasets", "huggingface_hub"):
+            table = load_dataset(name, split=split)
+    except Exception as error:  # the hub's libraries raise dozens of kinds
+        raise InputError(
+            f"data path {name}: no such file or directory, and not to be had from the hub: {one_line(error)}"
+        ) from error
+    assert isinstance(table, Dataset)  # a split was named, and streaming wasn't asked for
+    return table
+
+
+def hub_rows(table: "Dataset", columns: Mapping[str, str], name: str) -> Iterator[tuple[str | None, ...]]:
+    """The rows of a data set of the hub, as those of `read_table`."""
+    for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
+        yield from _rows(batch, columns, name)
 
 
 def _hub_documents(config: TextDataConfig) -> Documents:
-    from datasets import Dataset, load_dataset
-
-    log.info("%s: no such file here; asking the hub", config.path)
-    try:
-        with quiet("datasets", "huggingface_hub"):
-            table = load_dataset(config.path, split=config.split)
-    except Exception as error:  # the hub's libraries raise dozens of kinds
-        raise InputError(
-            f"data path {config.path}: no such file or directory, and not to be had from the hub: {one_line(error)}"
-        ) from error
-    assert isinstance(table, Dataset)  # a split was named, and streaming wasn't asked for
+    table = hub_table(config.path, config.split)
 
     def rows() -> Iterator[str | None]:
-        for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
-            yield from _texts(batch, config.column, config.path)
+        return (text for (text,) in hub_rows(table, {"data.column": config.column}, config.path))
 
     return _documents(config, [table._fingerprint], rows)

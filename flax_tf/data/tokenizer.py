@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,32 +24,40 @@ ANYWHERE = re.compile("")
 AT_NEWLINE = re.compile(r"(?<=[!-~])(?=\n)")
 
 
-def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """One token for each distinct character (code point) of the texts, in the order of code points.
+def char_tokenizer(texts: Iterable[str], special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """The special tokens, then one token for each distinct character (code point) of the texts, in their order.
 
     Decoding what was encoded returns the same text.
     """
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
-    tokenizer = Tokenizer(models.WordLevel({character: i for i, character in enumerate(sorted(characters))}))
+    vocabulary = [*special_tokens, *sorted(characters)]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))
+    tokenizer.add_special_tokens(list(special_tokens))
     tokenizer.pre_tokenizer = CHARACTERS
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 
 
-def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level byte-pair encoding, trained on the texts; `vocab_size` is an upper bound, at least the 256 bytes.
+def bpe_tokenizer(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (), *, sentences: bool = False
+) -> Tokenizer:
+    """Byte-level byte-pair encoding, trained on the texts: the special tokens, the 256 bytes, and the pairs.
 
-    Decoding what was encoded returns the same text, whatever characters it has. The pairs are those of Sennrich et al.,
-    2016, https://arxiv.org/abs/1508.07909; the bytes and the splitting into words are GPT-2's.
+    `vocab_size` is an upper bound, at least the special tokens and the bytes. With `sentences`, a text's first word has
+    the tokens that it has after a space. Decoding what was encoded returns the same text, whatever characters it has
+    (with `sentences`: if it doesn't start with a space). The pairs are those of Sennrich et al., 2016,
+    https://arxiv.org/abs/1508.07909; the bytes and the splitting into words are GPT-2's.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = BYTES
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True) if sentences else BYTES
+    decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.Sequence([decoder, decoders.Strip(" ", 1, 0)]) if sentences else decoder
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -141,7 +149,7 @@ def encode_all(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[UInt32[np
         try:
             encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
-            if cut is not ANYWHERE:
+            if str(tokenizer.pre_tokenizer) != str(CHARACTERS):
                 raise InputError(f"the tokenizer can't encode this text: {one_line(error)}") from error
             unknown = set().union(*pieces) - tokenizer.get_vocab().keys()
             names = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in sorted(unknown)[:10])

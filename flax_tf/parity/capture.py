@@ -63,14 +63,14 @@ def capture_torch(module: "torch.nn.Module", inputs: Sequence[np.ndarray], dtype
     result = module(*(tensor.to(precision) if tensor.is_floating_point() else tensor for tensor in tensors))
     leaves = jax.tree.leaves(result)
     torch.autograd.backward(leaves, [numpy_to_torch(cotangent(leaf.shape)).to(precision) for leaf in leaves])
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         used = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         capture.gradients[name] = torch_to_numpy(used)
     return capture
 
 
 def capture_flax(module: nnx.Module, inputs: Sequence[np.ndarray], dtype: str) -> Capture:
-    """Runs a copy of a Flax module, jitted, in evaluation mode; floating-point inputs and weights are cast to `dtype`.
+    """Runs a copy of a Flax module, jitted where it can be, in evaluation mode; floating-point inputs and weights are cast to `dtype`.
 
     For float64 the caller sets `jax.enable_x64`.
     """
@@ -97,7 +97,14 @@ def capture_flax(module: nnx.Module, inputs: Sequence[np.ndarray], dtype: str) -
 
         return jax.grad(scalar, has_aux=True)(parameters)
 
-    gradients, outputs = run(parameters, [cast_array(array, dtype) for array in inputs])
+    arrays = [cast_array(array, dtype) for array in inputs]
+    try:
+        gradients, outputs = run(parameters, arrays)
+    except jax.errors.UnexpectedTracerError:
+        # What modules return within a scan exists outside of it only where the scan runs as a loop in Python.
+        order.clear()
+        with jax.disable_jit():
+            gradients, outputs = run(parameters, arrays)
     capture.outputs.update(zip(order, map(np.asarray, outputs), strict=True))
     trained = {name for name, (variable, _) in slots(module).items() if isinstance(variable, nnx.Param)}
     for name, gradient in flax_to_torch(nnx.merge(graph, gradients, rest)).items():

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flax_tf.config import BlockConfig, Config
+from flax_tf.config import BlockConfig, Config, RNNConfig, Seq2SeqConfig
 from flax_tf.errors import InputError
 from flax_tf.parity.compare import compare
 from flax_tf.parity.report import Report
@@ -29,22 +29,28 @@ def check(
         import torch
     except ModuleNotFoundError:
         raise InputError("a check runs both frameworks and needs PyTorch: pip install 'flax-tf[torch]'") from None
-    from torch_ref.saving import build
+    from torch_ref.saving import build, load
 
     flax_module = torch_to_flax(flax_tensors, abstract(config))
     with torch.device("meta"):
         torch_module = build(config)
     torch_to_flax(torch_tensors, abstract(config))  # the reference's tensors fit as well, or one error lists all
-    torch_module.load_state_dict({name: numpy_to_torch(array) for name, array in torch_tensors.items()}, assign=True)
-    long, single = (compare(torch_module, flax_module, inputs) for inputs in _random_inputs(config, seed))
+    load(torch_module, {name: numpy_to_torch(array) for name, array in torch_tensors.items()})
+    long, single = (compare(torch_module, flax_module, *inputs) for inputs in _random_inputs(config, seed))
     return long.merged(single)
 
 
-def _random_inputs(config: Config, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of long sequences, and one of single positions."""
+def _random_inputs(config: Config, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """A batch of long sequences, and one of single positions; for sequence to sequence, of source and target."""
     rng = np.random.default_rng(seed)
     if isinstance(config, BlockConfig):
-        return rng.standard_normal((2, BLOCK_LENGTH, config.d_model)), rng.standard_normal((3, 1, config.d_model))
-    long = rng.integers(config.token_count(), size=(3, config.max_seq_length))
-    long[1] = 0
-    return long, rng.integers(config.token_count(), size=(5, 1))
+        return [rng.standard_normal((2, BLOCK_LENGTH, config.d_model))], [rng.standard_normal((3, 1, config.d_model))]
+    if isinstance(config, Seq2SeqConfig):
+        vocabularies, pad_id = (config.src_token_count(), config.tgt_token_count()), config.pad_id
+    else:
+        vocabularies, pad_id = (config.token_count(),), 0
+    length = config.max_length if isinstance(config, RNNConfig) else config.max_seq_length
+    long = [rng.integers(size, size=(3, length)) for size in vocabularies]
+    for ids in long:
+        ids[1] = pad_id
+    return long, [rng.integers(size, size=(5, 1)) for size in vocabularies]

@@ -65,9 +65,10 @@ def torch_to_flax(state_dict: Mapping[str, np.ndarray], model: M) -> M:
         state_dict: {PyTorch key: array of any shape and dtype}. bfloat16 arrays have the dtype of `ml_dtypes`.
         model: a Flax model, or an abstract one from `nnx.eval_shape`, which is filled one tensor at a time.
 
-    Every tensor keeps its dtype and its bits. Nothing is changed in the model unless everything fits. Raises
-    StateDictError that lists all missing, unexpected, duplicate and misshapen keys, sorted, and InputError for 64-bit
-    tensors while JAX would cut them to 32 bits.
+    Every tensor keeps its dtype and its bits. Keys of one tied parameter may be all there or some of them, with the
+    same bits. Nothing is changed in the model unless everything fits. Raises StateDictError that lists all missing,
+    unexpected, duplicate and misshapen keys and all ties that differ, sorted, and InputError for 64-bit tensors while
+    JAX would cut them to 32 bits.
     """
     places = slots(model)
     names = strip_wrappers(state_dict, expected=places)
@@ -82,13 +83,27 @@ def torch_to_flax(state_dict: Mapping[str, np.ndarray], model: M) -> M:
 
 
 def flax_to_torch(model: nnx.Module) -> dict[str, np.ndarray]:
-    """The PyTorch state dict of a Flax model: {PyTorch key: contiguous array}, dtypes and bits as they are."""
+    """The PyTorch state dict of a Flax model: {PyTorch key: contiguous array}, dtypes and bits as they are.
+
+    Like PyTorch's own it has every key of a tied parameter; one array is behind them all.
+    """
     result = {}
-    for name, (variable, row) in slots(model).items():
+    places = slots(model)
+    for names in ties(places):
+        variable, row = places[names[0]]
         value = np.asarray(variable.get_value())
         # Not np.ascontiguousarray, which makes a vector of a scalar.
-        result[name] = np.asarray(value if row.axes is None else value.transpose(np.argsort(row.axes)), order="C")
-    return result
+        array = np.asarray(value if row.axes is None else value.transpose(np.argsort(row.axes)), order="C")
+        result.update(dict.fromkeys(names, array))
+    return {name: result[name] for name in places}
+
+
+def ties(places: dict[str, tuple[nnx.Variable, Tensor]]) -> list[list[str]]:
+    """The names in groups of those that one variable stands behind, most of them alone."""
+    groups: dict[int, list[str]] = {}
+    for name, (variable, _) in places.items():
+        groups.setdefault(id(variable), []).append(name)
+    return list(groups.values())
 
 
 def _check_fit(
@@ -97,8 +112,12 @@ def _check_fit(
     found = {name: tuple(state_dict[key].shape) for key, name in names.items()}
     wanted = {name: torch_shape(*place) for name, place in places.items()}
     counts = Counter(names.values())
+    tied = [group for group in ties(places) if len(group) > 1]
+    told = {name for group in tied if found.keys() & set(group) for name in group}  # by another key of their tie
     problems = {
-        "missing from the checkpoint": [f"{name} {wanted[name]}" for name in sorted(wanted.keys() - found.keys())],
+        "missing from the checkpoint": [
+            f"{name} {wanted[name]}" for name in sorted(wanted.keys() - found.keys() - told)
+        ],
         "unexpected in the checkpoint": [f"{name} {found[name]}" for name in sorted(found.keys() - wanted.keys())],
         "duplicate in the checkpoint": [
             f"{name}, from {', '.join(sorted(key for key, own in names.items() if own == name))}"
@@ -110,6 +129,11 @@ def _check_fit(
             for name in sorted(found.keys() & wanted.keys())
             if found[name] != wanted[name]
         ],
+        "tied in the model, but different in the checkpoint": [
+            ", ".join(group)
+            for group in tied
+            if not _same_bits([state_dict[k] for k, n in names.items() if n in group])
+        ],
     }
     if any(problems.values()):
         lines = ["the checkpoint does not fit the model:"]
@@ -117,6 +141,10 @@ def _check_fit(
             if entries:
                 lines += [f"  {kind} ({len(entries)}):", *(f"    {entry}" for entry in entries)]
         raise StateDictError("\n".join(lines))
+
+
+def _same_bits(arrays: list[np.ndarray]) -> bool:
+    return all(array.dtype == arrays[0].dtype and array.tobytes() == arrays[0].tobytes() for array in arrays[1:])
 
 
 def _check_width(state_dict: Mapping[str, np.ndarray]) -> None:

@@ -66,9 +66,12 @@ def write_weights(
 ) -> None:
     """Writes `model.safetensors`, or shards with an index where the tensors are more than `max_shard_size` bytes.
 
-    The directory exists and is fresh: the caller moves it into place when it is complete. Raises OSError if the disk is
-    full.
+    An array that stands behind several names, which is how `flax_to_torch` gives tied parameters, is written once,
+    under the first in the alphabet. The directory exists and is fresh: the caller moves it into place when it is
+    complete. Raises OSError if the disk is full.
     """
+    first: dict[int, str] = {}
+    tensors = {name: array for name, array in sorted(tensors.items()) if first.setdefault(id(array), name) == name}
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda array: array.nbytes,

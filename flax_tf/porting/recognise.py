@@ -34,6 +34,35 @@ def _block_fields(shapes: Shapes) -> dict[str, Any]:
     return {"d_model": shapes["kqv_projection.weight"][-1]}
 
 
+# One parameter where they are tied, so any one of them may stand for all.
+_TABLES = ("encoder_embedding.weight", "decoder_embedding.weight", "fc.weight")
+
+
+def _transformer_fields(shapes: Shapes) -> dict[str, Any]:
+    tables = [shapes[name] for name in _TABLES if name in shapes]
+    fields = {
+        "d_model": shapes["decoder_layers.0.cross_attn.W_q.weight"][0],
+        "num_layers": _count(shapes, r"decoder_layers\.(\d+)\."),
+    }
+    if tables:
+        fields |= {"src_vocab_size": tables[0][0], "tgt_vocab_size": tables[-1][0]}
+        if len(tables) < len(_TABLES):
+            fields["shared_embeddings"] = True
+    if "positional_encoding.pe" in shapes:
+        fields["max_seq_length"] = shapes["positional_encoding.pe"][-2]
+    if "decoder_layers.0.feed_forward.fc1.weight" in shapes:
+        fields["d_ff"] = shapes["decoder_layers.0.feed_forward.fc1.weight"][0]
+    return fields
+
+
+def _rnn_fields(shapes: Shapes) -> dict[str, Any]:
+    fields = {"hidden_size": shapes["decoder.gru.weight_hh_l0"][-1]}
+    for name, key in (("src_vocab_size", "encoder.embedding.weight"), ("tgt_vocab_size", "decoder.embedding.weight")):
+        if key in shapes:
+            fields[name] = shapes[key][0]
+    return fields
+
+
 # arch: (a key that only it has, the fields that shapes tell, the fields that the user must give)
 _ARCHITECTURES: dict[str, tuple[str, Callable[[Shapes], dict[str, Any]], tuple[str, ...]]] = {
     "block": ("kqv_projection.weight", _block_fields, ("num_heads",)),
@@ -44,6 +73,10 @@ _ARCHITECTURES: dict[str, tuple[str, Callable[[Shapes], dict[str, Any]], tuple[s
         lambda shapes: _backbone_fields(shapes, "transformer."),
         (),
     ),
+    "transformer": ("decoder_layers.0.cross_attn.W_q.weight", _transformer_fields, ("num_heads",)),
+    # Before the plain one, whose signature it has too.
+    "attn_rnn": ("decoder.attention.Wa.weight", _rnn_fields, ()),
+    "rnn": ("decoder.gru.weight_hh_l0", _rnn_fields, ()),
 }
 
 
