@@ -5,7 +5,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from flax_tf.config import BackboneConfig, BlockConfig, Config, LanguageModelConfig
+from flax_tf.config import (
+    AttnRNNConfig,
+    BackboneConfig,
+    BlockConfig,
+    Config,
+    LanguageModelConfig,
+    RNNConfig,
+    TransformerConfig,
+)
 from flax_tf.porting import torch_to_flax
 from flax_tf.porting.files import torch_to_numpy
 from flax_tf.saving import abstract
@@ -14,6 +22,11 @@ from torch_ref.saving import build
 BLOCK = BlockConfig(d_model=15, num_heads=3)
 BACKBONE = BackboneConfig(vocab_size=37, max_seq_length=13, d_model=15, num_heads=3, num_layers=2, mask=False)
 LANGUAGE_MODEL = LanguageModelConfig(vocab_size=37, max_seq_length=13, d_model=15, num_heads=3, num_layers=2)
+TRANSFORMER = TransformerConfig(
+    src_vocab_size=37, tgt_vocab_size=31, d_model=15, num_heads=3, num_layers=1, d_ff=29, max_seq_length=13
+)
+RNN = RNNConfig(src_vocab_size=37, tgt_vocab_size=31, hidden_size=11, max_length=5)
+ATTN_RNN = AttnRNNConfig(src_vocab_size=37, tgt_vocab_size=31, hidden_size=11, max_length=5)
 
 
 def reference(config: Config, seed: int = 0) -> Any:

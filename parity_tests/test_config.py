@@ -41,7 +41,7 @@ def test_impossible_values_are_refused(fields: dict, message: str) -> None:
             {"arch": "language_model", "zzz": 1},
             "unknown field 'zzz' in the config of a language_model: known are vocab",
         ),
-        ({"arch": "gpt9"}, "unknown architecture 'gpt9': known are backbone, block, language_model"),
+        ({"arch": "gpt9"}, "unknown architecture 'gpt9': known are attn_rnn, backbone, block, language_model"),
         ({}, "unknown architecture None"),
     ],
 )

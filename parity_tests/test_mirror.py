@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from models import BACKBONE, BLOCK, LANGUAGE_MODEL, reference, state_arrays, twin
+from models import ATTN_RNN, BACKBONE, BLOCK, LANGUAGE_MODEL, RNN, TRANSFORMER, reference, state_arrays, twin
 
 import flax_tf
 import torch_ref
@@ -23,7 +23,9 @@ from flax_tf.porting.convert import torch_modules
 # Rooms of flax_tf that have no twin: what surrounds the models, and the leaf layers, whose twin is torch.nn.
 FLAX_ALONE = {"cli", "command", "errors", "files", "layers", "terminal", "__main__"}
 FILES = sorted({path.stem for path in Path(torch_ref.__file__).parent.glob("*.py")} - {"__init__"})
-SYSTEMS = pytest.mark.parametrize("config", [BLOCK, BACKBONE, LANGUAGE_MODEL], ids=lambda config: config.arch)
+SYSTEMS = pytest.mark.parametrize(
+    "config", [BLOCK, BACKBONE, LANGUAGE_MODEL, TRANSFORMER, RNN, ATTN_RNN], ids=lambda config: config.arch
+)
 
 
 def test_the_files_are_the_same() -> None:

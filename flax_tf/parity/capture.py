@@ -70,9 +70,9 @@ def capture_torch(module: "torch.nn.Module", inputs: Sequence[np.ndarray], dtype
 
 
 def capture_flax(module: nnx.Module, inputs: Sequence[np.ndarray], dtype: str) -> Capture:
-    """Runs a copy of a Flax module, jitted where it can be, in evaluation mode; floating-point inputs and weights are cast to `dtype`.
+    """Runs a copy of a Flax module, jitted if it can be, in evaluation mode.
 
-    For float64 the caller sets `jax.enable_x64`.
+    Floating-point inputs and weights are cast to `dtype`; for float64 the caller sets `jax.enable_x64`.
     """
     module = cast_module(module, dtype)
     module.eval()
