@@ -12,7 +12,6 @@ from flax_tf.errors import InputError
 from flax_tf.language_model import LanguageModel
 from flax_tf.layers import check_ids
 
-
 _INT32 = 2**31  # JAX counts in 32 bits
 
 
