@@ -99,7 +99,7 @@ def capture_flax(module: nnx.Module, inputs: Sequence[np.ndarray], dtype: str) -
 
     arrays = [cast_array(array, dtype) for array in inputs]
     # Weights are arguments: as constants, XLA would spend minutes on folding those of a large vocabulary.
-    shapes = jax.eval_shape(lambda: module(*arrays))
+    shapes = jax.eval_shape(lambda *arrays: module(*arrays), *arrays)
     gradients, outputs = run(
         parameters, arrays, [cast_array(cotangent(s.shape), dtype) for s in jax.tree.leaves(shapes)]
     )
