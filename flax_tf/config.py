@@ -251,9 +251,9 @@ CONFIGS: dict[str, type[Config]] = {
 
 def config_class(arch: object) -> type[Config]:
     """The config class of an architecture's name; raises InputError for a name that is not known."""
-    if arch not in CONFIGS:
+    if not isinstance(arch, str) or arch not in CONFIGS:
         raise InputError(f"unknown architecture {arch!r}: known are {', '.join(sorted(CONFIGS))}")
-    return CONFIGS[str(arch)]
+    return CONFIGS[arch]
 
 
 def check_fields(cls: type[Config], fields: Mapping[str, Any]) -> None:

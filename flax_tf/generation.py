@@ -12,6 +12,8 @@ from flax_tf.errors import InputError
 from flax_tf.language_model import LanguageModel
 from flax_tf.layers import check_ids
 
+_INT32 = 2**31  # JAX counts in 32 bits
+
 
 def filter_logits(
     logits: Float[Array, "B V"], temperature: float, top_k: int | None, top_p: float | None
@@ -58,7 +60,7 @@ def generate(
     if not isinstance(model, LanguageModel):
         raise InputError(f"a {type(model).__name__} does not generate: it has no classifier over the vocabulary")
     prompt = np.asarray(prompt)
-    _check_options(model, prompt, max_tokens, temperature, top_k, top_p)
+    _check_options(model, prompt, max_tokens, temperature, top_k, top_p, seed)
     length = model.config.max_seq_length
     window = np.zeros((len(prompt), length), np.int32)
     start = min(prompt.shape[1], length)
@@ -93,14 +95,16 @@ def _continue(graph, state, window, start, key, max_tokens, sampling) -> Int[Arr
     return tokens.T
 
 
-def _check_options(model, prompt, max_tokens, temperature, top_k, top_p) -> None:
+def _check_options(model, prompt, max_tokens, temperature, top_k, top_p, seed) -> None:
     if not model.config.mask:
         raise InputError("an encoder (mask=False) does not generate: every position has seen what follows it")
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise InputError("the prompt is empty: give at least one token")
     check_ids(prompt, model.config.token_count())
-    if max_tokens < 1:
-        raise InputError(f"max_tokens must be at least 1, not {max_tokens}")
+    if not 1 <= max_tokens < _INT32:
+        raise InputError(f"max_tokens must be at least 1 and below {_INT32}, not {max_tokens}")
+    if not 0 <= seed < _INT32:
+        raise InputError(f"seed must be at least 0 and below {_INT32}, not {seed}")
     if not temperature > 0:
         raise InputError(f"temperature must be above 0, not {temperature}: for the most probable token use greedy")
     if top_k is not None and top_k < 1:

@@ -217,7 +217,8 @@ def check_ids(ids: Int[Array | np.ndarray, "*B"], vocab_size: int) -> None:
     """Raises TokenIdError if an id lies outside [0, vocab_size). Does nothing for tracers, which hold no values."""
     if isinstance(ids, Tracer) or ids.size == 0:
         return
-    low, high = int(ids.min()), int(ids.max())
+    values = np.asarray(ids)  # in NumPy: under a trace, JAX would trace even what is done to a concrete array
+    low, high = int(values.min()), int(values.max())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise TokenIdError(f"token id {wrong} is outside the vocabulary of {vocab_size}: ids are 0 to {vocab_size - 1}")

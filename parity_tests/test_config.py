@@ -43,6 +43,7 @@ def test_impossible_values_are_refused(fields: dict, message: str) -> None:
         ),
         ({"arch": "gpt9"}, "unknown architecture 'gpt9': known are attn_rnn, backbone, block, language_model"),
         ({}, "unknown architecture None"),
+        ({"arch": ["block"]}, "unknown architecture ['block']"),
     ],
 )
 def test_unknown_names_are_refused(fields: dict, message: str) -> None:

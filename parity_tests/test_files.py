@@ -11,17 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from directories import listing
 from models import LANGUAGE_MODEL, reference, state_arrays
 from safetensors.torch import load_file, save_file
 
 from flax_tf.errors import InputError
 from flax_tf.files import replacing
 from flax_tf.porting import read_weights, write_weights
-from flax_tf.porting.files import torch_to_numpy
+from flax_tf.porting.files import numpy_to_torch, torch_to_numpy
 
 TORCH_FORMATS = [("pt", True), ("pth", True), ("bin", True), ("pt", False), ("bin", False)]
 
@@ -32,6 +32,8 @@ def some_tensors() -> dict[str, torch.Tensor]:
         "float32": torch.randn(5, 3),
         "bfloat16": torch.randn(7, 2).bfloat16(),
         "float16": torch.randn(11).half(),
+        "float8_e4m3fn": torch.randn(7).to(torch.float8_e4m3fn),
+        "float8_e5m2": torch.randn(7).to(torch.float8_e5m2),
         "float64": torch.randn(2, 3, 5).double(),
         "int64": torch.arange(13),
         "bool": torch.tensor([True, False, True]),
@@ -71,6 +73,8 @@ def test_pytorchs_files_are_read_bit_for_bit(tmp_path: Path, suffix: str, zipped
     }
     tensors["bfloat16 transposed"] = tied.bfloat16().T
     tensors["trained"] = torch.nn.Parameter(tied)
+    if not zipped:  # the old format is older than float8, and PyTorch itself fails to read it back
+        tensors = {name: tensor for name, tensor in tensors.items() if "float8" not in name}
     file = tmp_path / f"model.{suffix}"
     torch.save(tensors, file, _use_new_zipfile_serialization=zipped)
     arrays = read_weights(file)
@@ -86,12 +90,13 @@ def test_safetensors_are_read_bit_for_bit(tmp_path: Path) -> None:
 def test_what_is_written_is_read_by_pytorch_bit_for_bit(tmp_path: Path) -> None:
     arrays = {name: torch_to_numpy(tensor) for name, tensor in some_tensors().items()}
     arrays["transposed"] = np.arange(15, dtype=np.float32).reshape(3, 5).T
-    arrays["float8"] = np.arange(4).astype(ml_dtypes.float8_e4m3fn)
     write_weights(arrays, tmp_path)
     read = load_file(tmp_path / "model.safetensors")
     assert torch.equal(read.pop("transposed"), torch.arange(15.0).reshape(3, 5).T)
-    assert torch.equal(read.pop("float8").float(), torch.arange(4.0))
     assert_same({name: torch_to_numpy(tensor) for name, tensor in read.items()}, some_tensors())
+    for name, tensor in some_tensors().items():
+        again = numpy_to_torch(arrays[name])
+        assert again.dtype == tensor.dtype and torch.equal(again.double(), tensor.double())
     (tmp_path / "other").touch()
     modes = {path.stat().st_mode for path in tmp_path.iterdir()}
     assert len(modes) == 1  # readable to whom any new file is
@@ -163,7 +168,7 @@ def test_shards_are_written_and_read(tmp_path: Path) -> None:
     assert set(weight_map.values()) == files and len(files) > 2
     assert weight_map.keys() == some_tensors().keys()
     for name, tensor in some_tensors().items():  # each is where the index says, for any other reader
-        assert torch.equal(load_file(tmp_path / weight_map[name])[name], tensor)
+        assert torch.equal(load_file(tmp_path / weight_map[name])[name].double(), tensor.double())
     assert_same(dict(sorted(read_weights(index).items())), dict(sorted(some_tensors().items())))
     assert read_weights(tmp_path).keys() == some_tensors().keys()
 
@@ -198,10 +203,9 @@ def rewrite_map(change: Any) -> Any:
         ),
         (rewrite_map(lambda names: names.pop("scalar")), "holds scalar, which .* does not place there"),
         (rewrite_map(lambda names: names.update(scalar=names["float64"])), "does not place there"),
-        (rewrite_map(lambda names: names.update(int64=names["float64"])), "its shards lack"),
         (rewrite_map(lambda names: names.update(int64=3)), "is not an index of shards"),
         (rewrite_map(lambda names: names.update(dict.fromkeys(names, 3))), "is not an index of shards"),
-        (rewrite_map(lambda names: names.update(int64="model.safetensors.index.json")), "is of an unknown kind"),
+        (rewrite_map(lambda names: names.update(more="model.safetensors.index.json")), "is of an unknown kind"),
         (lambda index: index.write_text("{"), "is not an index of shards"),
         (lambda index: index.write_text("[]"), "is not an index of shards"),
         (lambda index: index.write_text('{"weight_map": [3]}'), "is not an index of shards"),
@@ -282,7 +286,7 @@ def test_a_pickled_object_is_refused_by_name_and_not_run(tmp_path: Path, zipped:
     assert "holds pickled Python objects (posix.mkdir)" in refused(file)
     torch.save(torch.nn.Linear(3, 5), file, _use_new_zipfile_serialization=zipped)
     assert "(torch.nn.modules.linear.Linear), which could run code when opened" in refused(file)
-    file.write_bytes(pickle.dumps(Trap(marker)))
+    file.write_bytes(pickle.dumps(Trap(marker), protocol=2))  # torch.save's protocol, without its container
     assert "holds pickled Python objects" in refused(file)
     assert not marker.exists()
 
@@ -299,8 +303,8 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path, content: Any) -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.zeros(3, device="meta"), torch.ones(3, 5).to_sparse(), torch.zeros(3).to(torch.float8_e4m3fn)],
-    ids=["without data", "sparse", "float8"],
+    [torch.zeros(3, device="meta"), torch.ones(3, 5).to_sparse()],
+    ids=["without data", "sparse"],
 )
 def test_a_tensor_that_numpy_cannot_hold_is_refused_by_name(tmp_path: Path, tensor: torch.Tensor) -> None:
     torch.save({"fine": torch.zeros(3), "odd": tensor}, tmp_path / "model.pt")
@@ -313,12 +317,6 @@ def test_a_path_without_weights_is_refused(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere.pt")
     (tmp_path / "model.npz").touch()
     assert refused(tmp_path / "model.npz").endswith("expected .safetensors, .pt, .pth, .bin")
-
-
-def listing(directory: Path) -> dict[str, bytes | None]:
-    """Every path below the directory, with the content of files."""
-    paths = sorted(directory.rglob("*"))
-    return {str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 def test_replacing_swaps_files_and_directories_whole(tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ def test_one_compilation_serves_prompts_of_every_length(pair) -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        (ids(1, 3), {"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        (ids(1, 3), {"max_tokens": 0}, "max_tokens must be at least 1 and below 2147483648, not 0"),
+        (ids(1, 3), {"max_tokens": 10**20}, "max_tokens must be at least 1 and below 2147483648, not 1000"),
+        (ids(1, 3), {"seed": -1}, "seed must be at least 0 and below 2147483648, not -1"),
         (
             ids(1, 3),
             {"temperature": 0.0},

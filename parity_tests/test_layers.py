@@ -85,3 +85,8 @@ def test_embedding_refuses_ids_outside_the_table_as_pytorch_does(wrong: int) -> 
         torch.nn.Embedding(11, 3)(torch.tensor([0, wrong]))
     with pytest.raises(TokenIdError, match=f"token id {wrong} is outside the vocabulary of 11"):
         Embedding(11, 3, rngs=nnx.Rngs(0))(jnp.array([0, wrong]))
+
+
+def test_embedding_takes_concrete_ids_within_a_trace() -> None:
+    layer, ids = Embedding(11, 3, rngs=nnx.Rngs(0)), jnp.array([7, 2])
+    assert np.array_equal(jax.jit(lambda: layer(ids))(), layer(ids))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from models import BACKBONE, BLOCK, LANGUAGE_MODEL, ids, reference, twin
+from models import BACKBONE, BLOCK, LANGUAGE_MODEL, ids, reference, state_arrays, twin
 
 import flax_tf.attention
 import flax_tf.block
@@ -15,6 +15,7 @@ from flax_tf.parity import compare
 from flax_tf.parity.capture import recorded_calls
 from flax_tf.parity.check import check
 from flax_tf.parity.tolerances import FLOAT32_FLOOR, float32_passes, relative_error
+from flax_tf.porting import torch_to_flax
 
 PADDED = ids(3, 13)
 PADDED[1] = 0  # a row that is nothing but one id
@@ -225,6 +226,22 @@ def test_relative_error_lets_no_nan_infinity_or_shape_pass() -> None:
         assert relative_error(wrong, one) == relative_error(one, wrong) == relative_error(wrong, wrong) == np.inf
     assert relative_error(one, one[:1]) == np.inf
     assert relative_error(one, np.zeros((2, 3))) == np.inf
+
+
+def test_long_sums_in_float32_are_as_accurate_as_pytorchs() -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(4099, 7)
+    model = nnx.eval_shape(lambda: nnx.Linear(4099, 7, rngs=nnx.Rngs(0)))
+    torch_to_flax(state_arrays(linear), model)
+    x = np.random.default_rng(0).standard_normal((31, 4099))
+    report = compare(linear, model, x)
+    assert report.ok, report.summary()
+    # XLA's default on a CPU is not.
+    ours = np.asarray(jax.jit(model)(jnp.array(x, jnp.float32)))
+    truth = linear.double()(torch.from_numpy(x)).detach().numpy()
+    (output,) = (row for row in report.rows if row.kind == "output")
+    assert float32_passes(output.float32, output.torch_float32)
+    assert relative_error(ours, truth) >= output.float32
 
 
 def test_float32_is_measured_by_pytorchs_own_error() -> None:

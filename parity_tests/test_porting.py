@@ -18,7 +18,7 @@ from flax_tf.errors import InputError
 from flax_tf.layers import Buffer, Embedding, LayerNorm, Linear
 from flax_tf.porting import StateDictError, flax_to_torch, torch_to_flax
 from flax_tf.porting.files import numpy_to_torch, torch_to_numpy
-from flax_tf.saving import abstract, build
+from flax_tf.saving import abstract
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -81,7 +81,7 @@ def test_the_special_values_are_what_they_should_be() -> None:
 
 def test_an_abstract_and_a_concrete_model_are_filled_alike() -> None:
     arrays = state_arrays(reference(BLOCK))
-    filled, model = torch_to_flax(arrays, abstract(BLOCK)), build(BLOCK, seed=1)
+    filled, model = torch_to_flax(arrays, abstract(BLOCK)), twin(reference(BLOCK, seed=1))
     assert torch_to_flax(arrays, model) is model
     assert all(isinstance(leaf, jax.Array) for leaf in leaves(filled))
     assert len(leaves(filled)) == len(arrays)
@@ -135,6 +135,8 @@ def test_the_layers_type_decides_what_is_transposed() -> None:
         np.testing.assert_array_equal(ours.get_value(), theirs.detach().numpy(), strict=True)
     back = flax_to_torch(model)
     assert all(array.flags.c_contiguous for array in back.values())
+    # By hand, for PyTorch takes a vector of one element for a scalar.
+    assert {name: array.shape for name, array in back.items()} == {n: t.shape for n, t in module.state_dict().items()}
     again = TorchOdd()
     again.load_state_dict({name: numpy_to_torch(array) for name, array in back.items()})
     for name, tensor in module.state_dict().items():
@@ -144,13 +146,12 @@ def test_the_layers_type_decides_what_is_transposed() -> None:
 def test_the_model_has_memory_of_its_own() -> None:
     module = reference(BLOCK)
     model = twin(module)
-    before = flax_to_torch(model)
+    before = {name: array.copy() for name, array in flax_to_torch(model).items()}
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
     for name, array in flax_to_torch(model).items():
         np.testing.assert_array_equal(array, before[name])
-        assert name.endswith("norm.bias") or array.any()
 
 
 def test_one_error_lists_all_that_does_not_fit() -> None:
@@ -211,7 +212,7 @@ def widen_an_integer(arrays: dict[str, np.ndarray]) -> None:
 def test_an_error_leaves_the_model_as_it_was(spoil) -> None:
     arrays = state_arrays(reference(BLOCK))
     spoil(arrays)
-    model = build(BLOCK, seed=1)
+    model = twin(reference(BLOCK, seed=1))
     before = leaves(model)
     with pytest.raises(InputError):
         torch_to_flax(arrays, model)
@@ -319,6 +320,7 @@ def test_filling_a_model_takes_the_memory_of_the_model(tmp_path) -> None:
     # Through a shell, because Linux lets a process inherit the peak of the one that started it.
     run = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", FILL_AND_MEASURE, str(file)]
     grown = int(subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    # Once for the model's arrays, once for the file's pages, which are mapped and count as resident until the system
-    # wants them back, and a few matrices (1/48 each) in the course of being transposed, for JAX works ahead.
-    assert 0.9 * file.stat().st_size < grown < 2.2 * file.stat().st_size
+    # Once for the model's arrays; once for the file's pages, which are mapped and count as resident until the system
+    # wants them back; and the copies on the way of a few matrices, of 1/48 each, for JAX works ahead and the allocator
+    # keeps some. Those came to at most 0.35 in ten runs; one more copy of the whole would be 3.
+    assert 0.9 * file.stat().st_size < grown < 2.5 * file.stat().st_size

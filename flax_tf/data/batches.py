@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grain
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 from rich.status import Status
 from tokenizers import Tokenizer
 
@@ -31,7 +31,7 @@ class TextData:
 
     tokenizer: Tokenizer
 
-    tokens: Int[np.ndarray, "tokens"]
+    tokens: Integer[np.ndarray, "tokens"]
     """All ids, memory-mapped and read-only, uint16 or uint32."""
 
     max_id: int
@@ -41,10 +41,10 @@ class TextData:
 
     shuffle: bool
 
-    train_starts: range | Int[np.ndarray, "windows"]
+    train_starts: range | Int[np.ndarray, "train_windows"]
     """Where training windows of T + 1 tokens start: anywhere in a range for a stream, else an entry for each window."""
 
-    valid_starts: Int[np.ndarray, "windows"]
+    valid_starts: Int[np.ndarray, "valid_windows"]
     """Where validation windows start; they don't share labels. A stream's last window may be shorter than T + 1."""
 
     @property
@@ -65,7 +65,7 @@ class TextData:
         return int(self.valid_lengths.sum())
 
     @property
-    def valid_lengths(self) -> Int[np.ndarray, "windows"]:
+    def valid_lengths(self) -> Int[np.ndarray, "valid_windows"]:
         """How many tokens there are to predict in each validation window: T, or fewer in a stream's last."""
         return np.minimum(self.seq_length, len(self.tokens) - 1 - self.valid_starts)
 

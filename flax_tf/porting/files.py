@@ -25,6 +25,8 @@ INDEX = "model.safetensors.index.json"
 _DIRECTORY_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 # Where training scripts put the state dict within what they save.
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+# Both torch and ml_dtypes have these, under the same names, but NumPy has not, so they cross as integers.
+_THROUGH_INTEGERS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
 _SAFETENSORS_DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
@@ -146,7 +148,7 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
     try:
         # Only the zip format, PyTorch's own since 1.6, can be mapped.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (OSError, MemoryError):
+    except (PermissionError, MemoryError):
         raise
     except Exception as error:  # on a damaged file torch raises whatever its bytes happen to lead to
         if found := re.search(r"GLOBAL (\S+)", str(error)):
@@ -187,12 +189,14 @@ def _find_state_dict(loaded: Any) -> dict[str, Any] | None:
 
 
 def torch_to_numpy(tensor: Any) -> np.ndarray:
-    """A torch tensor as an array with the same bits. NumPy has no bfloat16, so that goes through a 16-bit view."""
+    """A torch tensor as an array with the same bits."""
     import torch
 
     tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in _THROUGH_INTEGERS:
+        bits = tensor.contiguous().view(getattr(torch, _THROUGH_INTEGERS[name]))
+        return bits.numpy().view(getattr(ml_dtypes, name))
     return tensor.numpy()
 
 
@@ -201,6 +205,7 @@ def numpy_to_torch(array: np.ndarray) -> Any:
     import torch
 
     array = np.array(array, order="C")
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    name = array.dtype.name
+    if name in _THROUGH_INTEGERS:
+        return torch.from_numpy(array.view(_THROUGH_INTEGERS[name])).view(getattr(torch, name))
     return torch.from_numpy(array)

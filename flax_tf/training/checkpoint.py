@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
+from flax_tf.data.hub import one_line, quiet
 from flax_tf.errors import InputError
 from flax_tf.training.step import TrainState
 
@@ -33,12 +34,12 @@ class Checkpoints:
 
         Returns when the files are complete. Raises OSError if they can't be written.
         """
+        step = int(state.step)
         try:
-            self._orbax.save(int(state.step), _named(state), custom_metadata=about, force=True)
-        except OSError:
-            raise
-        except Exception as error:  # the storage library has its own kinds
-            raise OSError(str(error)) from error
+            with quiet("absl"):  # which logs the traceback of each of its threads
+                self._orbax.save(step, _named(state), custom_metadata=about, force=True)
+        except Exception as error:  # the storage library has kinds of its own
+            raise OSError(f"the checkpoint of step {step} can't be written: {one_line(error)}") from error
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, or None if there is none."""
@@ -56,9 +57,9 @@ class Checkpoints:
         damaged = []
         for step in sorted((found.step for found in self._orbax.checkpoints), reverse=True):
             try:
-                about = self._orbax.metadata(step).custom_metadata
-                check(about, step)
-                loaded = self._orbax.load(step, abstract)
+                with quiet("absl"):
+                    check(self._orbax.metadata(step).custom_metadata, step)
+                    loaded = self._orbax.load(step, abstract)
             except InputError:
                 raise
             except Exception as error:  # whatever the storage library finds wrong

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from flax_tf.errors import InputError
+from flax_tf.training.muon import scale_by_muon
 
-Name = Literal["adamw", "adam", "sgd"]
+Name = Literal["adamw", "adam", "sgd", "muon"]
 Decay = Literal["all", "matrices"]
 ScheduleName = Literal["constant", "cosine"]
 
@@ -20,7 +21,8 @@ class OptimizerConfig:
     """The update rule and its learning rate. The defaults are those of `torch.optim.AdamW`."""
 
     name: Name = "adamw"
-    """"adamw": weight decay apart from the gradient. "adam", "sgd": added to the gradient (L2), as in torch."""
+    """"adamw": weight decay apart from the gradient. "adam", "sgd": added to the gradient (L2), as in torch.
+    "muon": matrices move by orthogonal steps, with decay as in "adamw", which all other parameters get."""
     learning_rate: float = 1e-3
     """The learning rate; with warm-up or the cosine schedule, its peak."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -28,7 +30,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the root of the averaged square in Adam's denominator."""
     momentum: float = 0.0
-    """Momentum of "sgd"."""
+    """Momentum of "sgd" and "muon"; torch's default for "muon" is 0.95."""
     weight_decay: float = 1e-2
     """Weight decay. torch.optim.AdamW has 1e-2, torch.optim.Adam and SGD have 0, optax.adamw has 1e-4."""
     decay: Decay = "all"
@@ -79,7 +81,9 @@ def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:
         last = max(1, steps - 1 - warmup)
         after = optax.cosine_decay_schedule(peak, last, alpha=config.min_learning_rate / peak)
     rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    return optax.join_schedules([rising, after], [warmup])
+    schedule = optax.join_schedules([rising, after], [warmup])
+    # optax divides the integer step in float32; as a float it has the widest precision that is on.
+    return lambda step: schedule(jnp.asarray(step, jnp.result_type(float)))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -97,7 +101,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def matrices(params: optax.Params) -> optax.Params:
-    """True for each parameter with two axes or more."""
+    """True for each parameter with two axes or more: kernels and embeddings."""
     return jax.tree.map(lambda param: param.ndim >= 2, params)
 
 
@@ -112,5 +116,9 @@ def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransf
             rule = optax.chain(decay, adam)
         case "sgd":
             rule = optax.chain(decay, optax.trace(config.momentum))
+        case "muon":
+            muon = optax.masked(scale_by_muon(config.momentum), matrices)
+            rest = optax.masked(adam, lambda params: jax.tree.map(lambda is_matrix: not is_matrix, matrices(params)))
+            rule = optax.chain(muon, rest, decay)
     clip = optax.identity() if config.clip_norm is None else clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, rule, optax.scale_by_learning_rate(learning_rates(config, steps)))

@@ -1,5 +1,6 @@
 """Data parallelism: every device holds the whole state and takes its share of each batch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,13 +9,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from flax_tf.errors import InputError
 
 
-def data_mesh(batch_size: int) -> Mesh:
-    """A mesh of all local devices along one axis, `data`. Raises InputError if the batch doesn't divide by them."""
-    devices = jax.local_device_count()
-    if batch_size % devices:
-        raise InputError(f"batch_size {batch_size} does not divide by the {devices} devices: choose a multiple")
+def data_mesh(batch_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of the devices (all local ones by default) along one axis, `data`.
+
+    Raises InputError if they can't share a batch evenly.
+    """
+    devices = jax.local_devices() if devices is None else devices
+    if batch_size % len(devices):
+        raise InputError(f"batch_size {batch_size} does not divide by the {len(devices)} devices: choose a multiple")
     # Explicit axes, the default, would want an out_sharding at every lookup.
-    return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.local_devices())
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:

@@ -1,0 +1,243 @@
+"""Saved directories: either framework loads what was saved, whole and in the same precision, or says what is wrong."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from models import BACKBONE, BLOCK, LANGUAGE_MODEL, ids, reference, twin
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+import flax_tf
+import torch_ref.saving
+from flax_tf.data.tokenizer import char_tokenizer
+from flax_tf.errors import InputError
+from flax_tf.porting import flax_to_torch, read_weights
+from flax_tf.saving import cast, from_pretrained, read_config, save_pretrained
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("config", [BLOCK, BACKBONE, LANGUAGE_MODEL], ids=lambda config: config.arch)
+def test_what_flax_saves_either_framework_loads(tmp_path: Path, config, dtype: torch.dtype) -> None:
+    module = reference(config).to(dtype)
+    save_pretrained(twin(module), tmp_path / "saved")
+    loaded = torch_ref.saving.from_pretrained(tmp_path / "saved")
+    assert type(loaded) is type(module) and loaded.config == config and not loaded.training
+    assert loaded.state_dict().keys() == module.state_dict().keys()
+    for name, tensor in module.state_dict().items():
+        assert loaded.state_dict()[name].dtype == dtype
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    model = from_pretrained(tmp_path / "saved")
+    assert model.config == config
+    for name, array in flax_to_torch(model).items():
+        assert array.dtype.name == str(dtype).removeprefix("torch.")
+        np.testing.assert_array_equal(array.astype(np.float32), module.state_dict()[name].float().numpy())
+
+
+def test_a_loaded_model_is_in_evaluation_mode_and_is_exported_by_the_package(tmp_path: Path) -> None:
+    config = type(LANGUAGE_MODEL)(**{**LANGUAGE_MODEL.__dict__, "dropout": 0.5})
+    model = twin(reference(config))
+    model.train()
+    flax_tf.save_pretrained(model, tmp_path)
+    loaded = flax_tf.from_pretrained(tmp_path)
+    model.eval()
+    # The same numbers in the same program; and with dropout on, there would be no rngs to draw from.
+    np.testing.assert_array_equal(nnx.jit(loaded)(ids(2, 7)), nnx.jit(model)(ids(2, 7)))
+
+
+def test_each_tensor_keeps_its_own_precision(tmp_path: Path) -> None:
+    module = reference(BLOCK)
+    module.kqv_projection.bfloat16()
+    module.embedding_mlp[0].half()
+    module.mlp_layer_norm.double()
+    with jax.enable_x64(True):
+        save_pretrained(twin(module), tmp_path)
+        again = flax_to_torch(from_pretrained(tmp_path))
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    assert len(set(dtypes.values())) == 4
+    loaded = torch_ref.saving.from_pretrained(tmp_path).state_dict()
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == dtypes
+    for name, dtype in dtypes.items():
+        assert again[name].dtype.name == str(dtype).removeprefix("torch.")
+
+
+def test_pytorch_loads_strictly(tmp_path: Path) -> None:
+    save_pretrained(twin(reference(BLOCK)), tmp_path)
+    tensors = reference(BLOCK).state_dict()
+    del tensors["kqv_projection.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"Missing key.*kqv_projection\.bias"):
+        torch_ref.saving.from_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"kqv_projection\.bias"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "lossy"),
+    [
+        ("float32", "bfloat16", True),
+        ("float32", jnp.float16, True),
+        ("float64", np.float32, True),
+        ("float16", "bfloat16", True),  # fewer digits
+        ("bfloat16", "float16", True),  # a smaller range
+        ("bfloat16", "float32", False),
+        ("float16", np.dtype("float32"), False),
+        ("float32", "float32", False),
+    ],
+)
+def test_a_cast_is_asked_for_and_its_loss_is_said(
+    tmp_path: Path, saved: str, wanted: Any, lossy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = reference(BLOCK)
+    (tmp_path / "config.json").write_text(json.dumps({"arch": "block", "d_model": 15, "num_heads": 3}))
+    stored = {name: tensor.to(getattr(torch, saved)) for name, tensor in module.state_dict().items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    target = jnp.dtype(wanted)
+    for name, array in flax_to_torch(from_pretrained(tmp_path, dtype=wanted)).items():
+        assert array.dtype == target
+        expected = stored[name].to(getattr(torch, target.name))
+        np.testing.assert_array_equal(array.astype(np.float32), expected.float().numpy())
+    said = f"cast {len(stored)} tensors to {target}, which keeps fewer digits or a smaller range"
+    assert caplog.messages == ([said] if lossy else [])
+
+
+def test_a_cast_leaves_integers_alone(caplog: pytest.LogCaptureFixture) -> None:
+    arrays = {"ids": np.arange(3), "mask": np.array([True]), "weight": np.ones(5, np.float32)}
+    result = cast(arrays, "bfloat16")
+    assert {name: array.dtype for name, array in result.items()} == {
+        "ids": np.int64,
+        "mask": np.bool_,
+        "weight": ml_dtypes.bfloat16,
+    }
+    assert caplog.messages == ["cast 1 tensors to bfloat16, which keeps fewer digits or a smaller range"]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "half a float", "complex64", np.bool_])
+def test_an_impossible_dtype_is_refused(tmp_path: Path, dtype: Any) -> None:
+    save_pretrained(twin(reference(BLOCK)), tmp_path)
+    with pytest.raises(InputError, match="choose float64, float32, bfloat16 or float16"):
+        from_pretrained(tmp_path, dtype=dtype)
+
+
+def test_float64_is_refused_while_jax_would_cut_it(tmp_path: Path) -> None:
+    with jax.enable_x64(True):
+        save_pretrained(twin(reference(BLOCK).double()), tmp_path)
+    with pytest.raises(InputError, match="JAX_ENABLE_X64=1, or ask for dtype='float32'"):
+        from_pretrained(tmp_path)
+    assert flax_to_torch(from_pretrained(tmp_path, dtype="float32"))["kqv_projection.bias"].dtype == np.float32
+
+
+def test_the_tokenizer_is_saved_with_the_model(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer(["grüße, 世界\n"])
+    save_pretrained(twin(reference(BLOCK)), tmp_path / "saved", tokenizer)
+    loaded = Tokenizer.from_file(str(tmp_path / "saved" / "tokenizer.json"))
+    assert loaded.to_str() == tokenizer.to_str()
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+def test_shards_are_saved_and_loaded_by_both(tmp_path: Path) -> None:
+    module = reference(LANGUAGE_MODEL)
+    save_pretrained(twin(module), tmp_path / "saved", max_shard_size=10_000)
+    assert len(list((tmp_path / "saved").glob("model-*-of-*.safetensors"))) > 2
+    loaded = torch_ref.saving.from_pretrained(tmp_path / "saved").state_dict()
+    ported = flax_to_torch(from_pretrained(tmp_path / "saved"))
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(loaded[name], tensor)
+        np.testing.assert_array_equal(ported[name], tensor)
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_a_saved_model_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "saved"
+    save_pretrained(twin(reference(LANGUAGE_MODEL)), out, char_tokenizer(["ab"]), max_shard_size=10_000)
+    module = reference(BLOCK, seed=1)
+    save_pretrained(twin(module), out)
+    assert names(out) == {"config.json", "model.safetensors"}  # no shard, index or tokenizer of the old one
+    assert names(out.parent) == {"saved"}
+    assert read_config(out) == BLOCK
+    np.testing.assert_array_equal(read_weights(out)["kqv_projection.bias"], module.kqv_projection.bias.detach())
+    loaded = from_pretrained(out)
+    save_pretrained(loaded, out)  # over the file that it was read from
+    np.testing.assert_array_equal(read_weights(out)["kqv_projection.bias"], module.kqv_projection.bias.detach())
+
+
+def test_nothing_but_a_saved_model_is_replaced(tmp_path: Path) -> None:
+    model = twin(reference(BLOCK))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"holds other files \(such as notes.txt\): give a new or empty directory"):
+        save_pretrained(model, tmp_path)
+    assert names(tmp_path) == {"notes.txt"}
+    with pytest.raises(InputError, match=r"notes.txt is a file"):
+        save_pretrained(model, tmp_path / "notes.txt")
+    with pytest.raises(InputError, match=r"notes.txt/saved cannot be written"):
+        save_pretrained(model, tmp_path / "notes.txt" / "saved")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+    save_pretrained(model, tmp_path / "saved")
+    shutil.move(tmp_path / "notes.txt", tmp_path / "saved")
+    with pytest.raises(InputError, match=r"holds other files \(such as notes.txt\)"):
+        save_pretrained(model, tmp_path / "saved")
+    assert names(tmp_path / "saved") == {"config.json", "model.safetensors", "notes.txt"}
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "gpt2"}', "{", None])
+def test_another_programs_model_is_not_replaced(tmp_path: Path, config: str | None) -> None:
+    (tmp_path / "model.safetensors").write_text("theirs")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InputError, match="give a new or empty directory"):
+        save_pretrained(twin(reference(BLOCK)), tmp_path)
+    assert (tmp_path / "model.safetensors").read_text() == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"arch": "block", "d_model": 15, "num_head": 3}', "unknown field 'num_head' .* did you mean 'num_heads'?"),
+        ('{"arch": "block", "d_model": 15, "num_heads": 4}', "num_heads 4 does not divide d_model 15"),
+        ('{"arch": "block", "d_model": "15"}', "d_model must be a whole number"),
+        ('{"arch": "perceiver"}', "unknown architecture 'perceiver': known are backbone, block, language_model"),
+        ('{"d_model": 15}', "unknown architecture None"),
+        ('{"arch": "block", "d_mod', "is not JSON"),
+        ("", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        ("[15, 3]", "must hold one JSON object"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_its_path(tmp_path: Path, content: str | bytes, message: str) -> None:
+    save_pretrained(twin(reference(BLOCK)), tmp_path)
+    (tmp_path / "config.json").write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(InputError, match=message) as caught:
+        from_pretrained(tmp_path)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{tmp_path}/config.json")
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is not a saved model: it has no config\.json"):
+        from_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"is not a saved model: it has no config\.json"):
+        from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"arch": "block", "d_model": 15, "num_heads": 3}')
+    with pytest.raises(InputError, match="holds no weights"):
+        from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"arch": "language_model", "vocab_size": null}')
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="vocab_size is null"):
+        from_pretrained(tmp_path)
