@@ -1,10 +1,10 @@
 """A PyTorch model, its Flax twin with the same weights in float64, and what both compute."""
 
 from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -17,9 +17,9 @@ from flax_tf.saving import abstract
 from torch_ref.saving import build
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def float64() -> Generator[None]:
-    """For every test of a module that imports it."""
+    """For every test, and every fixture, of a module that imports it."""
     with jax.enable_x64(True):
         yield
 
@@ -53,11 +53,11 @@ def assert_same(reference: torch.nn.Module, model: Any, *inputs: np.ndarray) -> 
     sum((leaf * torch.from_numpy(weight)).sum() for leaf, weight in zip(expected, weights, strict=True)).backward()
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
 
-    def scalar(parameters):
-        outputs = jax.tree.leaves(nnx.merge(graph, parameters, rest)(*map(jnp.asarray, inputs)))
+    def scalar(parameters, rest, inputs, weights):
+        outputs = jax.tree.leaves(nnx.merge(graph, parameters, rest)(*inputs))
         return sum((leaf * weight).sum() for leaf, weight in zip(outputs, weights, strict=True)), outputs
 
-    gradients, outputs = jax.jit(jax.grad(scalar, has_aux=True))(parameters)
+    gradients, outputs = jax.jit(jax.grad(scalar, has_aux=True))(parameters, rest, inputs, weights)
     for value, truth in zip(outputs, expected, strict=True):
         # The contract: a few hundred roundings of 1e-16.
         assert relative_error(value, truth) <= 1e-12
@@ -75,7 +75,18 @@ def assert_same(reference: torch.nn.Module, model: Any, *inputs: np.ndarray) -> 
 def run(model: Any, *inputs: Any) -> Any:
     """The model's output, jitted."""
     graph, state = nnx.split(model)
-    return jax.jit(lambda state, *inputs: nnx.merge(graph, state)(*inputs))(state, *map(jnp.asarray, inputs))
+    return _run(graph, state, inputs, {})
+
+
+def run_with_dropout(model: Any, *inputs: Any, seed: int) -> Any:
+    """As `run`, with the random numbers that a model in training mode drops values by."""
+    graph, state = nnx.split(model)
+    return _run(graph, state, inputs, {"dropout": jax.random.key(seed)})
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(graph: Any, state: Any, inputs: tuple[Any, ...], keys: dict[str, Any]) -> Any:
+    return nnx.merge(graph, state)(*inputs, rngs=nnx.Rngs(**keys) if keys else None)
 
 
 def _leaves(output: Any) -> list[Any]:
