@@ -14,7 +14,7 @@ class SampleConfig:
     """The text that the trained model writes at the end."""
 
     prompt: str | None = None
-    """What the text begins with. null: the first words of the held-out text."""
+    """What the text begins with. null: the first token of the held-out text."""
     tokens: int = 300
     """How many tokens to write. 0: no sample."""
     temperature: float = 0.8
