@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 .PHONY: train test lint types clean
 
 train: .venv/core.stamp
-	$(BIN)/python train_jax.py
+	$(BIN)/python train_jax.py $(if $(wildcard runs/docs/checkpoints),--resume)
 
 test: .venv/test.stamp
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
