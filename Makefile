@@ -23,10 +23,12 @@ types: .venv/test.stamp
 	$(PYTHON) -m venv .venv
 
 .venv/core.stamp: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing into .venv, once: a few minutes"
 	$(PIP) --editable .
 	touch $@
 
 .venv/test.stamp: .venv/core.stamp
+	@echo "installing PyTorch and the test tools into .venv, once: a few minutes"
 	$(PIP) --editable '.[test]'
 	touch $@
 

@@ -417,7 +417,6 @@ WRONG = {
     "short-text": (["--data.path", "short.txt"], "short.txt: "),
     "vocabulary": (["--model.vocab_size", "3"], "outside the model's vocabulary of 3"),
     "prompt": (["--sample.prompt", "ż"], "sample.prompt: the tokenizer of characters doesn't know 'ż'"),
-    "warmup": (["--optimizer.warmup_steps", "24"], "warmup_steps is 24, but there are 24 steps"),
     "below-a-file": (["--run_dir", "text.txt/run"], "text.txt/run"),
     "in-proc": (["--run_dir", "/proc/run"], "can't write the run directory /proc/run"),
     "no-run": (["--run_dir", "new", "--resume"], "new holds no run to resume"),
