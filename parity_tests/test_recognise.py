@@ -45,8 +45,8 @@ def test_the_config_is_read_off_the_shapes(config, given: dict[str, Any]) -> Non
         (BLOCK, "this is a block, and its shapes do not tell num_heads: write `num_heads: N` into a YAML file"),
         (
             BACKBONE,
-            "this is a backbone, and its shapes do not tell mask: write `mask: true` (causal) or `mask: false` (encoder) "
-            "into a YAML file",
+            "this is a backbone, and its shapes do not tell mask: write `mask: true` (causal) or `mask: false` "
+            "(encoder) into a YAML file",
         ),
     ],
     ids=["block", "backbone"],
