@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 .PHONY: train test lint types clean
 
 train: .venv/core.stamp
-	$(BIN)/python train_jax.py
+	$(BIN)/python train_jax.py $(if $(wildcard runs/docs/checkpoints),--resume)
 
 test: .venv/test.stamp
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
@@ -23,10 +23,12 @@ types: .venv/test.stamp
 	$(PYTHON) -m venv .venv
 
 .venv/core.stamp: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing into .venv, once: a few minutes"
 	$(PIP) --editable .
 	touch $@
 
 .venv/test.stamp: .venv/core.stamp
+	@echo "installing PyTorch and the test tools into .venv, once: a few minutes"
 	$(PIP) --editable '.[test]'
 	touch $@
 

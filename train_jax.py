@@ -32,7 +32,6 @@ from flax_tf.training.sharding import data_mesh, replicate, shard
 from flax_tf.training.step import TrainState, forget_loss, start
 
 PROG = "train_jax.py"
-PROMPT_TOKENS = 32  # of the held-out text, where no prompt is given
 
 
 def train(config: RunConfig, settings: str) -> int:
@@ -85,6 +84,7 @@ def train(config: RunConfig, settings: str) -> int:
                     state = forget_loss(state)
                     clock, clock_step = time.perf_counter(), step
                 if last or step % config.eval_interval == 0:
+                    check_finite(state)
                     batches = valid_data if last else valid_data[: config.eval_batches]
                     sums = [steps.evaluate(state.params, shard(mesh, batch)) for batch in batches]
                     total, count = np.array(jax.device_get(sums), np.float64).sum(axis=0)
@@ -108,11 +108,13 @@ def with_vocabulary(config: RunConfig, data: TextData) -> RunConfig:
 
 
 def prompt_ids(config: RunConfig, data: TextData) -> Int[np.ndarray, "P"]:
-    """The ids that the sample begins with: of the prompt, or of the beginning of the held-out text."""
+    """The ids that the sample begins with: of the prompt, or the first of the held-out text."""
     if config.sample.prompt is None:
-        first = int(data.valid_starts[0])
-        return data.tokens[first : first + min(PROMPT_TOKENS, data.seq_length)].astype(np.int32)
-    ids = encode(data.tokenizer, config.sample.prompt).astype(np.int32)
+        return data.tokens[data.valid_starts[:1]].astype(np.int32)
+    try:
+        ids = encode(data.tokenizer, config.sample.prompt).astype(np.int32)
+    except InputError as error:
+        raise InputError(f"sample.prompt: {error}") from None
     if not ids.size:
         raise InputError(f"sample.prompt {config.sample.prompt!r} makes no tokens: give other text")
     check_ids(int(ids.max()), config.model.token_count())
@@ -165,7 +167,7 @@ def finish(
             top_k=config.sample.top_k,
             seed=config.seed,
         )
-        print(f"--- sample, after the {len(prompt)} tokens of its prompt ---")
+        print("--- sample ---")
         print(data.tokenizer.decode(ids[0].tolist()))
         print("---")
     save_pretrained(model, run_dir / "export", data.tokenizer)

@@ -92,7 +92,7 @@ def generate(
         prompt: The text to continue.
         prompt_ids: Token ids to continue, such as '[5, 3]', in place of a prompt; prints ids.
         max_tokens: Number of tokens to generate.
-        temperature: Divides the logits: below 1 bolder, above 1 more varied.
+        temperature: Divides the logits: below 1 closer to greedy, above 1 more varied.
         top_k: Sample from the k most probable tokens.
         top_p: Sample from the most probable tokens that together reach this probability.
         seed: The same seed gives the same text.

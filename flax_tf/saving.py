@@ -63,7 +63,7 @@ def read_config(directory: str | os.PathLike) -> Config:
     """The config in a saved directory. Raises InputError if there is none, or it is not one of ours."""
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise InputError(f"{directory} is not a saved model: it has no config.json")
+        raise InputError(f"{directory} is not a saved model: it has no config.json (run flax-tf port first)")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

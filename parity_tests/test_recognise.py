@@ -42,15 +42,19 @@ def test_the_config_is_read_off_the_shapes(config, given: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BLOCK, "this is a block, and its shapes do not tell num_heads: write `num_heads: ...` into a YAML file "),
-        (BACKBONE, "this is a backbone, and its shapes do not tell mask: write `mask: ...` into a YAML file "),
+        (BLOCK, "this is a block, and its shapes do not tell num_heads: write `num_heads: N` into a YAML file"),
+        (
+            BACKBONE,
+            "this is a backbone, and its shapes do not tell mask: write `mask: true` (causal) or `mask: false` "
+            "(encoder) into a YAML file",
+        ),
     ],
     ids=["block", "backbone"],
 )
 def test_what_shapes_do_not_tell_is_asked_for_by_name(config, message: str) -> None:
     with pytest.raises(InputError) as caught:
         recognise(shapes_of(config), {})
-    assert str(caught.value) == f"{message}and pass it as --config FILE"
+    assert str(caught.value) == f"{message}, and pass it to port or check as --config FILE"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Training: the step, data parallelism, checkpoints and resuming, the command line and what wrong input gets."""
 
+import contextlib
+import dataclasses
+import io
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import yaml
 from models import LANGUAGE_MODEL, ids
 
 import torch_ref.saving
+import train_jax
 from flax_tf.errors import InputError
 from flax_tf.loss import language_model_loss
 from flax_tf.saving import build, from_pretrained
@@ -29,11 +32,12 @@ from flax_tf.training.config import RunConfig
 from flax_tf.training.metrics import plot_losses, read_rows
 from flax_tf.training.optimizer import OptimizerConfig, build_optimizer
 from flax_tf.training.sharding import data_mesh, replicate, shard
-from flax_tf.training.step import forget_loss, start
+from flax_tf.training.step import TrainState, forget_loss, start
 
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "train_jax.py"
 B, T = 3, 7
+TINY_MODEL = dataclasses.replace(LANGUAGE_MODEL, num_layers=1)
 
 # A run of a second or two: everything that a large one has, dropout included.
 TINY = """
@@ -56,7 +60,7 @@ def tiny_batch(seed: int = 0, rows: int = B) -> dict[str, np.ndarray]:
 
 
 def tiny_start(dropout: float = 0.0, seed: int = 0):
-    config = type(LANGUAGE_MODEL)(**{**LANGUAGE_MODEL.__dict__, "dropout": dropout})
+    config = dataclasses.replace(TINY_MODEL, dropout=dropout)
     return start(build(config), build_optimizer(OptimizerConfig(), 100), language_model_loss, seed)
 
 
@@ -81,23 +85,18 @@ def test_a_run_compiles_each_function_once() -> None:
 
 
 def test_dropout_depends_on_the_key_and_the_step_alone_and_is_off_in_evaluation() -> None:
-    def losses(seed: int, from_step: int = 0) -> list[float]:
-        state, steps = tiny_start(dropout=0.5, seed=seed)
-        state = state._replace(step=jnp.array(from_step, jnp.int32))
-        found = []
-        for _ in range(3):
-            before = state.params
-            evaluated = [float(steps.evaluate(before, tiny_batch())[0]) for _ in range(2)]
-            assert evaluated[0] == evaluated[1]
-            state = forget_loss(steps.train(state, tiny_batch()))
-            found.append(evaluated[0])
-        return found
+    state, steps = tiny_start(dropout=0.5)
 
-    first = losses(0)
-    assert losses(0) == first
-    assert losses(1)[0] == first[0]  # the same parameters
-    assert losses(1)[1] != first[1]  # other masks
-    assert losses(0, from_step=1)[1] != first[1]
+    def trained(seed: int, step: int) -> TrainState:
+        fresh = jax.tree.map(jnp.copy, state)
+        key = jax.random.key_data(jax.random.key(seed))
+        return steps.train(fresh._replace(key=key, step=jnp.array(step, jnp.int32)), tiny_batch())
+
+    assert leaves_equal(trained(0, 0), trained(0, 0))
+    assert not leaves_equal(trained(0, 0).params, trained(1, 0).params)
+    assert not leaves_equal(trained(0, 0).params, trained(0, 1).params)
+    plain = start(build(TINY_MODEL), build_optimizer(OptimizerConfig(), 100), language_model_loss, seed=0)[1]
+    assert steps.evaluate(state.params, tiny_batch()) == plain.evaluate(state.params, tiny_batch())
 
 
 def test_the_state_counts_losses_and_tokens_until_they_are_forgotten() -> None:
@@ -133,7 +132,7 @@ import jax, numpy as np
 sys.path.insert(0, sys.argv[1])
 from test_training import tiny_batch, tiny_start
 from flax_tf.training.sharding import data_mesh, replicate, shard
-from flax_tf.training.step import forget_loss
+from flax_tf.training.step import TrainState, forget_loss
 jax.config.update("jax_enable_x64", True)
 
 def losses(mesh):
@@ -155,7 +154,7 @@ print(losses(data_mesh(16, jax.devices()[:1])), losses(many), sep="\\n")
     )
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = run([program, ROOT / "parity_tests"], tmp_path, **flags)
-    one, many = (json.loads(line) for line in done.stdout.splitlines())
+    one, many = (json.loads(line) for line in done.out.splitlines())
     # The same float64 sums in another order: a few roundings of 2e-16, carried through five updates.
     np.testing.assert_allclose(many, one, rtol=1e-12)
 
@@ -188,6 +187,8 @@ def test_a_checkpoint_holds_every_bit_and_only_the_newest_stay(tmp_path: Path) -
     assert steps.train._cache_size() == 1
 
 
+# Reads that are under way when the first one fails are left to end in a closed event loop, which orbax doesn't catch.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", ["truncated", "no manifest", "no metadata"])
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -240,27 +241,54 @@ def environment(room: Path, **extra: str) -> dict[str, str]:
     }
 
 
-def run(arguments: Sequence[object], room: Path, **extra) -> subprocess.CompletedProcess[str]:
-    preexec = extra.pop("preexec_fn", None)
+@dataclasses.dataclass
+class Done:
+    """How a run ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def check_refused(self, message: str) -> None:
+        """One line on stderr, with the message; no usage text, nothing on stdout."""
+        assert self.code == 2, self.out + self.err
+        assert self.out == ""
+        assert len(self.err.splitlines()) == 1, self.err
+        assert self.err.startswith("train_jax.py: error: ")
+        assert message in self.err
+
+
+def run(arguments: Sequence[object], room: Path, **extra: str) -> Done:
+    """Runs Python in a process of its own."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=room, env=environment(room, **extra), capture_output=True, text=True, preexec_fn=preexec
-    )
+    done = subprocess.run(command, cwd=room, env=environment(room, **extra), capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr
-    return done
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
-def train(room: Path, *flags: str, **extra) -> subprocess.CompletedProcess[str]:
-    return run([TRAIN, "--config", "tiny.yaml", *flags], room, **extra)
+def train(room: Path, *flags: str) -> Done:
+    """Runs train_jax.py in this process, which takes seconds less than a new one."""
+    out, err = io.StringIO(), io.StringIO()
+    base = [] if "--config" in flags else ["--config", "tiny.yaml"]
+    with (
+        contextlib.chdir(room),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("FLAX_TF_CACHE", str(room / "cache"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        code = train_jax.main([*base, *flags])
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
 def whole(room: Path) -> Path:
     """A finished run."""
-    done = train(room, "--run_dir", "whole")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"validation loss \d\.\d+ \(nats per token\), perplexity \d", done.stdout)
-    assert "sample" in done.stdout
+    done = run([TRAIN, "--config", "tiny.yaml", "--run_dir", "whole"], room)
+    assert done.code == 0, done.err
+    assert re.search(r"validation loss \d\.\d+ \(nats per token\), perplexity \d", done.out)
+    assert "sample" in done.out
     return room / "whole"
 
 
@@ -324,8 +352,8 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_run_bit_for_bit(r
         process.communicate()
         assert process.returncode == -signal.SIGKILL
         assert not (run_dir / "export").exists()
-    done = train(room, *flags, "--resume")
-    assert done.returncode == 0, done.stderr
+    done = run([TRAIN, "--config", "tiny.yaml", *flags, "--resume"], room)
+    assert done.code == 0, done.err
     assert losses(run_dir) == losses(whole)
     ours, truth = exported(run_dir), exported(whole)
     assert ours.keys() == truth.keys()
@@ -336,8 +364,8 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_run_bit_for_bit(r
 def test_resuming_what_is_finished_says_so(room: Path, whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
     done = train(room, "--run_dir", "whole", "--resume")
-    assert done.returncode == 0
-    assert "all 24 steps are done" in done.stdout
+    assert done.code == 0
+    assert "all 24 steps are done" in done.out
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
 
 
@@ -353,32 +381,21 @@ def test_resuming_what_is_finished_says_so(room: Path, whole: Path) -> None:
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_resuming_with_other_settings_names_the_field(room: Path, whole: Path, flags: list[str], message: str) -> None:
-    done = train(room, "--run_dir", "whole", "--resume", *flags)
-    check_refused(done, message)
-    assert done.returncode == 2
+    train(room, "--run_dir", "whole", "--resume", *flags).check_refused(message)
 
 
 def test_a_run_with_a_constant_rate_can_be_made_longer(room: Path) -> None:
     constant = ["--optimizer.schedule", "constant", "--optimizer.min_learning_rate", "0", "--sample.tokens", "0"]
     for steps, resume in (("4", []), ("8", ["--resume"])):
         done = train(room, "--run_dir", "longer", "--steps", steps, *constant, *resume)
-        assert done.returncode == 0, done.stderr
+        assert done.code == 0, done.err
     straight = train(room, "--run_dir", "straight", "--steps", "8", *constant)
-    assert straight.returncode == 0, straight.stderr
+    assert straight.code == 0, straight.err
     ours, truth = exported(room / "longer"), exported(room / "straight")
     assert all(np.array_equal(ours[name], array) for name, array in truth.items())
 
 
 # What wrong input gets
-
-
-def check_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
-    """One line on stderr, no usage text, nothing on stdout."""
-    assert done.returncode == 2, done.stdout + done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("train_jax.py: error: ")
-    assert message in lines[0]
 
 
 WRONG = {
@@ -399,8 +416,7 @@ WRONG = {
     "missing-data": (["--data=missing/text.txt"], "missing/text.txt"),
     "short-text": (["--data.path", "short.txt"], "short.txt: "),
     "vocabulary": (["--model.vocab_size", "3"], "outside the model's vocabulary of 3"),
-    "prompt": (["--sample.prompt", "ż"], "doesn't know 'ż'"),
-    "warmup": (["--optimizer.warmup_steps", "24"], "warmup_steps is 24, but there are 24 steps"),
+    "prompt": (["--sample.prompt", "ż"], "sample.prompt: the tokenizer of characters doesn't know 'ż'"),
     "below-a-file": (["--run_dir", "text.txt/run"], "text.txt/run"),
     "in-proc": (["--run_dir", "/proc/run"], "can't write the run directory /proc/run"),
     "no-run": (["--run_dir", "new", "--resume"], "new holds no run to resume"),
@@ -408,12 +424,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_input_ends_in_one_line_and_leaves_nothing(
-    room: Path, flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this process: a new one for each would take minutes."""
-    import train_jax
-
+def test_wrong_input_ends_in_one_line_and_leaves_nothing(room: Path, flags: list[str], message: str) -> None:
     files = {
         "unknown.yaml": "model: {num_headz: 2}",
         "broken.yaml": "steps: [1\n",
@@ -424,37 +435,30 @@ def test_wrong_input_ends_in_one_line_and_leaves_nothing(
     }
     for name, content in files.items():
         (room / name).write_text(content, encoding="utf-8")
-    monkeypatch.chdir(room)
-    monkeypatch.setenv("FLAX_TF_CACHE", str(room / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = sorted(path.name for path in room.iterdir())
-    base = [] if "--config" in flags else ["--config", "tiny.yaml"]
-    base += [] if "--run_dir" in flags else ["--run_dir", "refused"]
-    assert train_jax.main([*base, *flags]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert len(output.err.splitlines()) == 1, output.err
-    assert output.err.startswith("train_jax.py: error: ")
-    assert message in output.err
+    where = [] if "--run_dir" in flags else ["--run_dir", "refused"]
+    train(room, *where, *flags).check_refused(message)
     assert sorted(path.name for path in room.iterdir()) == before
 
 
 def test_a_run_directory_that_is_in_use_is_refused(room: Path, whole: Path) -> None:
-    check_refused(train(room, "--run_dir", "whole"), "whole already holds a run: continue it with --resume")
+    train(room, "--run_dir", "whole").check_refused("whole already holds a run: continue it with --resume")
     (room / "mine").mkdir()
     (room / "mine" / "thesis.txt").write_text("words", encoding="utf-8")
-    check_refused(train(room, "--run_dir", "mine"), "mine already holds other files")
+    train(room, "--run_dir", "mine").check_refused("mine already holds other files")
 
 
 def test_a_full_disk_names_the_checkpoint_that_is_safe(room: Path) -> None:
-    def small_files() -> None:
-        # Every write past this size fails, as on a full disk, though with another error number.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
-
-    flags = ["--run_dir", "full", "--model.d_model", "62", "--checkpoint_interval", "1000", "--log_interval", "1"]
-    done = train(room, *flags, "--steps", "400", "--optimizer.warmup_steps", "0", preexec_fn=small_files)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("train_jax.py: error: ")
+    # A write past this size fails as one on a full disk does: an OSError from the file that is written.
+    limited = "import resource, sys, train_jax; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+    flags = ["--run_dir", "full", "--steps", "3000", "--log_interval", "1", "--checkpoint_interval", "100"]
+    done = run(["-c", limited + "sys.exit(train_jax.main())", "--config", "tiny.yaml", *flags], room)
+    assert done.code == 2
+    last = done.err.splitlines()[-1]
+    assert last.startswith("train_jax.py: error: ")
+    step = re.search(r"the checkpoint of step (\d+) in full is intact: continue with .* --resume", last)[1]
+    assert int(step) > 0
+    assert (room / "full" / "checkpoints" / step).is_dir()
 
 
 def test_ctrl_c_says_how_to_go_on(room: Path) -> None:
@@ -474,8 +478,8 @@ def test_ctrl_c_says_how_to_go_on(room: Path) -> None:
 def test_a_loss_that_explodes_stops_the_run_and_saves_nothing_bad(room: Path) -> None:
     flags = ["--optimizer.name", "sgd", "--optimizer.learning_rate", "1e30", "--optimizer.clip_norm", "null"]
     done = train(room, "--run_dir", "nan", *flags)
-    assert done.returncode == 2
-    assert "the loss became NaN or infinite by step" in done.stderr.splitlines()[-1]
+    assert done.code == 2
+    assert "the loss became NaN or infinite by step" in done.err.splitlines()[-1]
     assert not (room / "nan" / "export").exists()
     assert all(np.isfinite(row.get("loss", 0.0)) for row in read_rows(room / "nan" / "metrics.jsonl"))
     assert [path.name for path in (room / "nan" / "checkpoints").iterdir()] == ["0"]

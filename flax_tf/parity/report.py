@@ -35,7 +35,9 @@ class Row:
     @property
     def ok(self) -> bool:
         """Whether both precisions are within the contract."""
-        return self.float64 <= self.limit64 and tolerances.float32_passes(self.float32, self.torch_float32)
+        output = self.kind == "output"
+        floor = tolerances.OUTPUT_FLOAT32_FLOOR if output else tolerances.GRADIENT_FLOAT32_FLOOR
+        return self.float64 <= self.limit64 and tolerances.float32_passes(self.float32, self.torch_float32, floor)
 
     def merged(self, other: "Row") -> "Row":
         """The worse of two rows of the same name: a failure before a pass, then the larger float64 error."""

@@ -14,7 +14,13 @@ GRADIENT_FLOAT64 = 1e-10
 FLOAT32_RATIO = 2.0
 
 # Below 4 units in the last place the two errors are rounding luck, and their ratio says nothing.
-FLOAT32_FLOOR = 4 * float(np.finfo(np.float32).eps)
+OUTPUT_FLOAT32_FLOOR = 4 * float(np.finfo(np.float32).eps)
+
+# In a gradient the same luck is magnified by the sums over batch and time and by the cancellation in them, so the floor
+# is a digit higher. In 35 honest pairs of small random models, gradients went up to 14 units at four times PyTorch's
+# error. What float32 alone can get wrong (bf16 or TF32 products, a one-pass variance)
+# is off by hundreds of units.
+GRADIENT_FLOAT32_FLOOR = 10 * OUTPUT_FLOAT32_FLOOR
 
 # Some gradients are zero in exact arithmetic (a key's bias shifts every score of a query alike, and the softmax takes
 # the shift out). What is computed is noise, without a relative error. Both sides at most this many roundings of the
@@ -33,6 +39,6 @@ def relative_error(value: np.ndarray, truth: np.ndarray) -> float:
     return float(difference / scale) if scale else float("inf")
 
 
-def float32_passes(error: float, torch_error: float) -> bool:
+def float32_passes(error: float, torch_error: float, floor: float) -> bool:
     """Whether a float32 error against the float64 truth is within the contract, given PyTorch's own."""
-    return error <= max(FLOAT32_RATIO * torch_error, FLOAT32_FLOOR)
+    return error <= max(FLOAT32_RATIO * torch_error, floor) < float("inf")

@@ -19,7 +19,7 @@ from flax_tf.errors import InputError
 
 logger = logging.getLogger("flax_tf")
 
-TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX = "model.safetensors.index.json"
 # In the order of preference of a directory that holds several.
 _DIRECTORY_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -79,6 +79,8 @@ _ARCHITECTURES: dict[str, tuple[str, Callable[[Shapes], dict[str, Any]], tuple[s
     "rnn": ("decoder.gru.weight_hh_l0", _rnn_fields, ()),
 }
 
+_EXAMPLES = {"num_heads": "`num_heads: N`", "mask": "`mask: true` (causal) or `mask: false` (encoder)"}
+
 
 def recognise_arch(shapes: Shapes) -> str:
     """The architecture's name. Raises InputError if the keys are of none that is known."""
@@ -112,7 +114,8 @@ def recognise(shapes: Shapes, given: Mapping[str, Any]) -> Config:
     if absent:
         raise InputError(
             f"this is a {arch}, and its shapes do not tell {' and '.join(absent)}: write "
-            f"{' and '.join(f'`{name}: ...`' for name in absent)} into a YAML file and pass it as --config FILE"
+            f"{' and '.join(_EXAMPLES[name] for name in absent)} into a YAML file, and pass it to port or check as "
+            "--config FILE"
         )
     for name, told in read_fields(shapes).items():
         if fields.setdefault(name, told) != told:

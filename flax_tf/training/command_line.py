@@ -48,7 +48,7 @@ def parse(prog: str, argv: Sequence[str]) -> tuple[RunConfig, str]:
         raise InputError(_clear(error, parser)) from None
     for name in ("config", "print_config"):
         del chosen[name]
-    text = parser.dump(chosen, skip_none=False, skip_validation=True)
+    text = parser.dump(chosen, skip_unset=False, skip_validation=True)
     if files.print_config:
         print(text, end="")  # noqa: T201
         raise SystemExit(0)
@@ -98,8 +98,9 @@ def _settings(file: Path) -> dict[str, Any]:
     return dict(_flatten(content, RunConfig, file))
 
 
-def _flatten(content: Mapping[str, Any], cls: type, file: Path, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    types = get_type_hints(cls)
+def _flatten(content: Mapping[str, Any], cls: Any, file: Path, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(cls)
+    types = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     for key, value in content.items():
         if key not in types:
             near = difflib.get_close_matches(str(key), types, n=1)

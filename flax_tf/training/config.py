@@ -14,11 +14,11 @@ class SampleConfig:
     """The text that the trained model writes at the end."""
 
     prompt: str | None = None
-    """What the text begins with. null: the first words of the held-out text."""
+    """What the text begins with. null: the first token of the held-out text."""
     tokens: int = 300
     """How many tokens to write. 0: no sample."""
     temperature: float = 0.8
-    """Divides the logits: below 1 bolder, above 1 more varied."""
+    """Divides the logits: below 1 closer to greedy, above 1 more varied."""
     top_k: int | None = None
     """Draw from the k most probable tokens. null: from all."""
 

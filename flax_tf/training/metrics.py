@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # ty: ignore[missing-module-member]
+from tensorboardX.summary import scalar
 
 from flax_tf.files import replacing
 
@@ -32,7 +35,11 @@ class Metrics:
         with replacing(path) as fresh:
             fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+        # Not SummaryWriter: on a full disk its thread dies, and closing it never returns.
+        (run_dir / "tensorboard").mkdir(exist_ok=True)
+        self._events = EventsWriter(str(run_dir / "tensorboard" / "events"))
+        if step:  # TensorBoard forgets what a killed run reported from here on
+            self._write_event(step + 1, session_log=SessionLog(status=SessionLog.START))
         console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("step"),
@@ -70,7 +77,11 @@ class Metrics:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+            self._write_event(step, summary=scalar(name, value))
+        self._events.flush()
+
+    def _write_event(self, step: int, **content: Any) -> None:
+        self._events.write_event(Event(wall_time=time.time(), step=step, **content))
 
     def __enter__(self) -> "Metrics":
         self._progress.start()
@@ -80,6 +91,7 @@ class Metrics:
         self._progress.stop()
         with contextlib.suppress(OSError):  # the disk may be what failed
             self._file.close()
+        with contextlib.suppress(OSError):
             self._events.close()
 
 
@@ -125,6 +137,7 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def _smooth(losses: np.ndarray) -> np.ndarray:
-    """The mean of each value and its neighbours, up to a fortieth of all on either side."""
-    reach = len(losses) // 40
-    return np.array([losses[max(0, i - reach) : i + reach + 1].mean() for i in range(len(losses))])
+    """The mean of each value and its neighbours: a fortieth of all on either side, fewer near the ends."""
+    n = len(losses)
+    reach = [min(n // 40, i, n - 1 - i) for i in range(n)]
+    return np.array([losses[i - reach[i] : i + reach[i] + 1].mean() for i in range(n)])

@@ -70,11 +70,9 @@ class OptimizerConfig:
 def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of step k, counted from 0, in a run of `steps` steps.
 
-    In torch: `SequentialLR` of `LinearLR` and `CosineAnnealingLR`. Raises InputError if the warm-up takes all steps.
+    In torch: `SequentialLR` of `LinearLR` and `CosineAnnealingLR`. A run that is shorter than its warm-up ends in it.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
-    if warmup >= steps:
-        raise InputError(f"optimizer.warmup_steps is {warmup}, but there are {steps} steps in all: lower it")
     if config.schedule == "constant":
         after = optax.constant_schedule(peak)
     else:
