@@ -96,7 +96,9 @@ def test_unknown_keys_are_refused_with_what_is_known(shapes: Shapes, first: str)
         recognise(shapes, {})
     assert str(caught.value) == (
         f"no known architecture has these keys (the first: {first}); block has kqv_projection.weight; backbone has "
-        "embeddings.token_embd.weight; language_model has transformer.embeddings.token_embd.weight"
+        "embeddings.token_embd.weight; language_model has transformer.embeddings.token_embd.weight; transformer has "
+        "decoder_layers.0.cross_attn.W_q.weight; attn_rnn has decoder.attention.Wa.weight; rnn has "
+        "decoder.gru.weight_hh_l0"
     )
 
 

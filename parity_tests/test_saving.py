@@ -212,7 +212,10 @@ def test_another_programs_model_is_not_replaced(tmp_path: Path, config: str | No
         ('{"arch": "block", "d_model": 15, "num_head": 3}', "unknown field 'num_head' .* did you mean 'num_heads'?"),
         ('{"arch": "block", "d_model": 15, "num_heads": 4}', "num_heads 4 does not divide d_model 15"),
         ('{"arch": "block", "d_model": "15"}', "d_model must be a whole number"),
-        ('{"arch": "perceiver"}', "unknown architecture 'perceiver': known are backbone, block, language_model"),
+        (
+            '{"arch": "perceiver"}',
+            "unknown architecture 'perceiver': known are attn_rnn, backbone, block, language_model, rnn, transformer",
+        ),
         ('{"d_model": 15}', "unknown architecture None"),
         ('{"arch": "block", "d_mod', "is not JSON"),
         ("", "is not JSON"),

@@ -10,7 +10,7 @@ from flax_tf.parity.check import check
 from flax_tf.parity.tolerances import GRADIENT_FLOAT64
 
 SHARED = dataclasses.replace(TRANSFORMER, tgt_vocab_size=37, shared_embeddings=True, max_seq_length=7)
-MASKED = dataclasses.replace(ATTN_RNN, mask_source=True, max_length=2)
+MASKED = dataclasses.replace(ATTN_RNN, mask_source=True)
 
 
 @pytest.mark.parametrize("config", [SHARED, RNN, MASKED], ids=lambda config: config.arch)
