@@ -221,6 +221,19 @@ def test_check_uses_the_full_trained_length_and_merges_the_worse() -> None:
     assert check(tensors, other, LANGUAGE_MODEL).culprit == "transformer.embeddings.pos_embd"
 
 
+@pytest.mark.parametrize("value", [100.0, float("nan")])
+def test_check_compares_rows_of_the_vocabulary_that_no_input_holds(value: float) -> None:
+    config = LanguageModelConfig(vocab_size=997, max_seq_length=5, d_model=14, num_heads=2, num_layers=1)
+    tensors = state_arrays(reference(config))
+    other = {name: array.copy() for name, array in tensors.items()}
+    other["transformer.embeddings.token_embd.weight"][991, 3] += value  # seed 0 draws 20 other ids
+    sides = (tensors, other) if value == value else (other, other)
+    report = check(*sides, config)
+    assert all(row.ok for row in report.rows if row.kind == "output")
+    assert not report
+    assert report.culprit == "transformer.embeddings.token_embd"
+
+
 def test_relative_error_lets_no_nan_infinity_or_shape_pass() -> None:
     one = np.ones((2, 3))
     assert relative_error(one, one) == 0.0

@@ -1,10 +1,12 @@
 """Where the text comes from: Python's own documentation, local files, or a data set of the hub."""
 
+import csv
 import glob
 import hashlib
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from flax_tf.errors import InputError
 
 log = logging.getLogger(__name__)
 
-TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+TABLES = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 ROWS_AT_ONCE = 1000
 
 
@@ -43,7 +45,7 @@ class Documents:
 
     def __iter__(self) -> Iterator[str]:
         taken = skipped = 0
-        for row in itertools.islice(self.rows(), self.max_documents):
+        for row in itertools.islice(self.rows(), min(self.max_documents or sys.maxsize, sys.maxsize)):
             if row is None or not row.strip():
                 skipped += 1
             else:
@@ -131,28 +133,63 @@ def _read_text(file: Path) -> str:
 
 
 def _read_table(file: Path, kind: str, column: str) -> Iterator[str | None]:
-    from datasets import IterableDataset  # seconds to import, and not needed for plain text
-
-    # Read through the readers themselves: `load_dataset` would report each use of one to a counter on the network.
-    # `datasets` takes a path for a pattern, hence the escape. To pandas, "NA" or "null" would be a missing text.
-    pattern = glob.escape(str(file.absolute()))
     try:
-        with quiet("datasets"):
-            match kind:
-                case "json":
-                    table = IterableDataset.from_json(pattern)
-                case "csv":
-                    table = IterableDataset.from_csv(pattern, keep_default_na=False)
-                case _:
-                    table = IterableDataset.from_parquet(pattern)
-            for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
-                yield from _texts(batch, column, str(file))
+        match kind:
+            case "jsonl":
+                yield from _read_lines(file, column)
+            case "csv":
+                yield from _read_csv(file, column)
+            case _:
+                yield from _read_arrow(file, kind, column)
     except InputError:
         raise
     except UnicodeDecodeError as error:
         raise InputError(f"{file}: not UTF-8 text; convert it, or leave it out") from error
-    except Exception as error:  # pyarrow, pandas and datasets each have their own
+    except Exception as error:  # json, csv, pyarrow and datasets each have their own
         raise InputError(f"{file}: can't be read as {file.suffix.lower()[1:]}: {one_line(error)}") from error
+
+
+def _read_lines(file: Path, column: str) -> Iterator[str | None]:
+    with file.open(encoding="utf-8-sig") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise InputError(f"{file}: line {number} holds no object with columns")
+            if column not in row:
+                raise InputError(
+                    f"{file}: line {number}: no column {column!r}; set data.column to one of: {', '.join(row)}"
+                )
+            if not isinstance(row[column], str | None):
+                kind = type(row[column]).__name__
+                raise InputError(f"{file}: column {column!r} holds {kind}, not text; set data.column to another")
+            yield row[column]
+
+
+def _read_csv(file: Path, column: str) -> Iterator[str | None]:
+    csv.field_size_limit(sys.maxsize)
+    with file.open(encoding="utf-8-sig", newline="") as stream:
+        rows = csv.DictReader(stream, strict=True)
+        columns = rows.fieldnames or []
+        if column not in columns:
+            raise InputError(f"{file}: no column {column!r}; set data.column to one of: {', '.join(columns)}")
+        for row in rows:
+            if None in row:  # where DictReader puts what is beyond the header
+                raise InputError(f"{file}: line {rows.line_num}: more fields than columns; quote text that has commas")
+            yield row[column]
+
+
+def _read_arrow(file: Path, kind: str, column: str) -> Iterator[str | None]:
+    from datasets import IterableDataset  # seconds to import, and not needed for plain text
+
+    # Through the reader itself: `load_dataset` would report each use of one to a counter on the network. The path is
+    # escaped, because `datasets` takes it for a pattern.
+    pattern = glob.escape(str(file.absolute()))
+    with quiet("datasets"):
+        table = IterableDataset.from_json(pattern) if kind == "json" else IterableDataset.from_parquet(pattern)
+        for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
+            yield from _texts(batch, column, str(file))
 
 
 def _texts(batch, column: str, name: str) -> Iterable[str | None]:

@@ -1,14 +1,16 @@
 """Checking a checkpoint of one of our architectures: the reference and its twin, side by side on random inputs."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from flax_tf.config import BlockConfig, Config
 from flax_tf.errors import InputError
 from flax_tf.parity.compare import compare
-from flax_tf.parity.report import Report
-from flax_tf.porting import torch_to_flax
+from flax_tf.parity.report import Report, Row
+from flax_tf.parity.tolerances import relative_error
+from flax_tf.porting import flax_to_torch, torch_to_flax
 from flax_tf.porting.files import numpy_to_torch
 from flax_tf.saving import abstract
 
@@ -22,7 +24,8 @@ def check(
     """Loads the first tensors into `torch_ref`, ports the second to Flax, and compares the models.
 
     Both dicts are in PyTorch's names without wrapper prefixes, and usually one and the same. Two runs are merged:
-    sequences of the full trained length (with one row of nothing but id 0), and sequences of a single token.
+    sequences of the full trained length (with one row of nothing but id 0), and sequences of a single token. The
+    tensors themselves are compared too: they must be equal, and hold no NaN or infinity.
     float64 tensors need `jax_enable_x64`. Raises InputError if torch is not installed or the tensors do not fit.
     """
     try:
@@ -37,7 +40,15 @@ def check(
     torch_to_flax(torch_tensors, abstract(config))  # the reference's tensors fit as well, or one error lists all
     torch_module.load_state_dict({name: numpy_to_torch(array) for name, array in torch_tensors.items()}, assign=True)
     long, single = (compare(torch_module, flax_module, inputs) for inputs in _random_inputs(config, seed))
-    return long.merged(single)
+    report = long.merged(single)
+    # Few ids of a large vocabulary are looked up in a run, and a NaN may hide in one of the others.
+    ours = flax_to_torch(flax_module)
+    tensors = [
+        Row("tensor", name, "", relative_error(ours[name], truth), 0.0, 0.0) for name, truth in torch_tensors.items()
+    ]
+    differing = [row.name.rpartition(".")[0] for row in tensors if not row.ok]
+    culprit = report.culprit or next(iter(differing), None)
+    return replace(report, rows=report.rows + tuple(tensors), culprit=culprit)
 
 
 def _random_inputs(config: Config, seed: int) -> tuple[np.ndarray, np.ndarray]:
