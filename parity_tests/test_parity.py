@@ -11,6 +11,7 @@ from models import BACKBONE, BLOCK, LANGUAGE_MODEL, ids, reference, state_arrays
 import flax_tf.attention
 import flax_tf.block
 from flax_tf.config import BackboneConfig, LanguageModelConfig
+from flax_tf.errors import InputError
 from flax_tf.parity import compare
 from flax_tf.parity.capture import recorded_calls
 from flax_tf.parity.check import check
@@ -219,6 +220,13 @@ def test_check_uses_the_full_trained_length_and_merges_the_worse() -> None:
     other["transformer.embeddings.pos_embd.weight"][12, 3] += 1e-3
     assert check(tensors, tensors, LANGUAGE_MODEL).ok
     assert check(tensors, other, LANGUAGE_MODEL).culprit == "transformer.embeddings.pos_embd"
+
+
+def test_check_refuses_parameters_that_nothing_computes_with() -> None:
+    tensors = state_arrays(reference(LANGUAGE_MODEL))
+    tensors["classifier.bias"] = tensors["classifier.bias"].astype(np.int32)
+    with pytest.raises(InputError, match="classifier.bias is int32"):
+        check(tensors, tensors, LANGUAGE_MODEL)
 
 
 @pytest.mark.parametrize("value", [100.0, float("nan")])

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 
 from flax_tf.config import BlockConfig, Config
@@ -38,6 +39,9 @@ def check(
     with torch.device("meta"):
         torch_module = build(config)
     torch_to_flax(torch_tensors, abstract(config))  # the reference's tensors fit as well, or one error lists all
+    for name, _ in torch_module.named_parameters():
+        if not jnp.issubdtype(torch_tensors[name].dtype, jnp.floating):
+            raise InputError(f"{name} is {torch_tensors[name].dtype}: a model computes with floating-point parameters")
     torch_module.load_state_dict({name: numpy_to_torch(array) for name, array in torch_tensors.items()}, assign=True)
     long, single = (compare(torch_module, flax_module, inputs) for inputs in _random_inputs(config, seed))
     report = long.merged(single)
