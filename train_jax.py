@@ -44,7 +44,7 @@ def train(config: RunConfig, settings: str) -> int:
     config = with_vocabulary(config, data)
     prompt = prompt_ids(config, data)
     total_steps = config.total_steps(steps_per_epoch(data, config.batch_size))
-    about = describe(config, total_steps, data.train_tokens)
+    about = describe(config, total_steps, data.key)
 
     model = build(config.model, config.seed)
     learning_rate = learning_rates(config.optimizer, total_steps)
@@ -61,7 +61,7 @@ def train(config: RunConfig, settings: str) -> int:
             (run_dir / "config.yaml").write_text(settings, encoding="utf-8")
             checkpoints.save(state, about)
         step = int(state.step)
-        if step == total_steps and (run_dir / "export").is_dir():
+        if step == total_steps and (run_dir / "loss.png").is_file():
             print(f"{run_dir}: all {total_steps:,} steps are done, there is nothing to resume")
             return OK
 
@@ -152,7 +152,8 @@ def telling_how_to_resume(run_dir: Path, checkpoints: Checkpoints) -> Generator[
 def finish(
     config: RunConfig, run_dir: Path, model: LanguageModel, data: TextData, prompt: Int[np.ndarray, "P"]
 ) -> None:
-    """Reports the result of a run, draws its losses, writes a sample, and exports the model last."""
+    """Exports and reports the result of a run: draws its losses and writes a sample; the model is exported first."""
+    save_pretrained(model, run_dir / "export", data.tokenizer)
     rows = read_rows(run_dir / "metrics.jsonl")
     with replacing(run_dir / "loss.png") as path:
         plot_losses(rows, path, f"Preset {config.preset}, trained on {Path(config.data.path).name}")
@@ -170,7 +171,6 @@ def finish(
         print("--- sample ---")
         print(data.tokenizer.decode(ids[0].tolist()))
         print("---")
-    save_pretrained(model, run_dir / "export", data.tokenizer)
     print(f"wrote {run_dir}/export (the model), {run_dir}/loss.png and {run_dir}/metrics.jsonl")
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import yaml
 from rich.table import Table
+from rich.text import Text
 
-from flax_tf.command import DIFFERENT, OK, Parser, run
+from flax_tf.command import DIFFERENT, OK, Parser, read_yaml, run
 from flax_tf.config import Config, config_to_dict
 from flax_tf.data.tokenizer import encode, load_tokenizer
 from flax_tf.errors import InputError
@@ -31,7 +31,7 @@ def inspect(ckpt: str) -> int:
     tensors = _read(ckpt)
     table = Table("tensor", "shape", "dtype", box=None, pad_edge=False)
     for name, array in tensors.items():
-        table.add_row(name, str(tuple(array.shape)), str(array.dtype))
+        table.add_row(Text(name), str(tuple(array.shape)), str(array.dtype))
     print_table(table)
     print(f"{len(tensors)} tensors, {sum(a.size for a in tensors.values()):,} numbers, ", end="")
     print(f"{sum(a.nbytes for a in tensors.values()):,} bytes")
@@ -52,7 +52,8 @@ def port(ckpt: str, out: str, config: str | None = None) -> int:
     """
     tensors = _read(ckpt)
     found = _config(ckpt, tensors, config)
-    save_pretrained(torch_to_flax(tensors, abstract(found)), out)
+    tokenizer = load_tokenizer(ckpt) if (Path(ckpt) / "tokenizer.json").is_file() else None
+    save_pretrained(torch_to_flax(tensors, abstract(found)), out, tokenizer)
     print(f"ported {len(tensors)} tensors to {out}: {_describe(found)}")
     return OK
 
@@ -75,7 +76,7 @@ def check(ckpt: str, config: str | None = None, against: str | None = None) -> i
 
 def generate(
     directory: str,
-    prompt: str | None = None,
+    prompt: str = "",
     prompt_ids: list[int] | None = None,
     max_tokens: int = 100,
     temperature: float = 1.0,
@@ -99,7 +100,7 @@ def generate(
         greedy: The most probable token every time.
         tokenizer: A tokenizer.json, a directory with one, or a hub name; by default the model's own.
     """
-    if (prompt is None) == (prompt_ids is None):
+    if bool(prompt) == (prompt_ids is not None):
         raise InputError("give the text to continue as --prompt, or token ids as --prompt_ids")
     room = Path(directory)
     if not (room / "config.json").is_file() and (room / "export").is_dir():
@@ -107,7 +108,7 @@ def generate(
     _enable_wide(read_weights(room))
     model = from_pretrained(room)
     encoder = None
-    if prompt is not None:
+    if prompt:
         if tokenizer is None and not (room / "tokenizer.json").is_file():
             raise InputError(f"{room} has no tokenizer.json: name one with --tokenizer, or give --prompt_ids")
         encoder = load_tokenizer(tokenizer or str(room))
@@ -170,19 +171,7 @@ def _config(ckpt: str, tensors: Mapping[str, np.ndarray], file: str | None) -> C
     if file is None and (Path(ckpt) / "config.json").is_file():
         return read_config(ckpt)
     names = strip_wrappers(tensors)
-    return recognise({names[key]: array.shape for key, array in tensors.items()}, _read_fields(file) if file else {})
-
-
-def _read_fields(file: str) -> dict[str, Any]:
-    try:
-        fields = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{file} does not exist: --config takes a YAML or JSON file of config fields") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(fields, dict):
-        raise InputError(f"{file} must hold config fields, one `name: value` a line")
-    return fields
+    return recognise({names[key]: array.shape for key, array in tensors.items()}, read_yaml(Path(file)) if file else {})
 
 
 def _describe(config: Config) -> str:

@@ -2,10 +2,13 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from flax_tf.errors import InputError
@@ -19,6 +22,31 @@ class Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         del ex
         raise InputError(" ".join(message.split()))
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-5 as a number, as YAML 1.2 and jsonargparse do."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The settings in a YAML or JSON file; {} if it is empty. Raises InputError if it is missing or holds others."""
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise InputError(f"config file {file}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
+        raise InputError(f"{file}{where}: not YAML: {reason}") from None
+    if not isinstance(content, dict | None):
+        raise InputError(f"{file}: it must hold settings, one `name: value` a line")
+    return content or {}
 
 
 def run(name: str, command: Callable[[], int]) -> int:

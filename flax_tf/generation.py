@@ -13,6 +13,7 @@ from flax_tf.language_model import LanguageModel
 from flax_tf.layers import check_ids
 
 _INT32 = 2**31  # JAX counts in 32 bits
+_SMALLEST = 1e-6  # of a temperature or top_p: much less would underflow in float32
 
 
 def filter_logits(
@@ -98,6 +99,9 @@ def _continue(graph, state, window, start, key, max_tokens, sampling) -> Int[Arr
 def _check_options(model, prompt, max_tokens, temperature, top_k, top_p, seed) -> None:
     if not model.config.mask:
         raise InputError("an encoder (mask=False) does not generate: every position has seen what follows it")
+    heads = (head for layer in model.transformer.transformer_layers for head in layer.mha.attention_heads)
+    if any(np.triu(np.asarray(head.tril[...]) != 0, 1).any() for head in heads):
+        raise InputError("a buffer tril lets a position attend to later ones: such a model does not generate")
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise InputError("the prompt is empty: give at least one token")
     check_ids(prompt, model.config.token_count())
@@ -105,9 +109,11 @@ def _check_options(model, prompt, max_tokens, temperature, top_k, top_p, seed) -
         raise InputError(f"max_tokens must be at least 1 and below {_INT32}, not {max_tokens}")
     if not 0 <= seed < _INT32:
         raise InputError(f"seed must be at least 0 and below {_INT32}, not {seed}")
-    if not temperature > 0:
-        raise InputError(f"temperature must be above 0, not {temperature}: for the most probable token use greedy")
+    if not temperature >= _SMALLEST:
+        raise InputError(
+            f"temperature must be at least {_SMALLEST}, not {temperature}: for the most probable token use greedy"
+        )
     if top_k is not None and top_k < 1:
         raise InputError(f"top_k must be at least 1, not {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InputError(f"top_p must be above 0 and at most 1, not {top_p}")
+    if top_p is not None and not _SMALLEST <= top_p <= 1:
+        raise InputError(f"top_p must be from {_SMALLEST} to 1, not {top_p}")

@@ -66,7 +66,7 @@ def read_config(directory: str | os.PathLike) -> Config:
         raise InputError(f"{directory} is not a saved model: it has no config.json (run flax-tf port first)")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON ({error})") from None
     if not isinstance(fields, dict):
         raise InputError(f"{path} must hold one JSON object")

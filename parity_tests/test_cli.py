@@ -186,17 +186,17 @@ def wrong_inputs() -> list[Any]:
             (nothing, ["port", "nowhere.pt", "out"], "give a weight file or a directory"),
             (nothing, ["generate", "nowhere", "--prompt", "A"], "nowhere does not exist"),
             (nothing, ["inspect", "."], "holds no weights"),
-            (nothing, ["port", "{files}/lm.pt", "out", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
+            (nothing, ["port", "{files}/lm.pt", "out", "--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
             (nothing, ["port", "{files}/block.safetensors", "out"], "its shapes do not tell num_heads"),
-            (nothing, ["check", "{files}/block.safetensors"], "`num_heads: ...` into a YAML file"),
+            (nothing, ["check", "{files}/block.safetensors"], "`num_heads: N` into a YAML file"),
             (write("c.yaml", "num_head: 3"), ["port", "{files}/block.safetensors", "out", "--config", "c.yaml"],
              "did you mean 'num_heads'?"),
             (write("c.yaml", "num_heads: 4"), ["port", "{files}/block.safetensors", "out", "--config", "c.yaml"],
              "choose num_heads from 1, 3, 5, 15"),
             (write("c.yaml", "num_heads: [3"), ["port", "{files}/block.safetensors", "out", "--config", "c.yaml"],
-             "c.yaml is not YAML"),
+             "c.yaml, line 1: not YAML"),
             (write("c.yaml", "3"), ["port", "{files}/block.safetensors", "out", "--config", "c.yaml"],
-             "c.yaml must hold config fields"),
+             "c.yaml: it must hold settings"),
             (nothing, ["port", "{files}/lm.pt", "out", "--config", "."], "Is a directory"),
             (write("out", "mine"), ["port", "{files}/lm.pt", "out"], "out is a file"),
             (write("out", "mine"), ["port", "{files}/lm.pt", "out/below"], "out/below cannot be written"),
@@ -211,12 +211,12 @@ def wrong_inputs() -> list[Any]:
             (nothing, ["generate", "{files}/lm", "--prompt_ids", f"[{2**70}]"], "is outside every vocabulary"),
             (nothing, ["generate", "{files}/lm", "--prompt_ids", "[]"], "the prompt is empty"),
             (nothing, ["generate", "{files}/lm", "--prompt_ids", "five"], "prompt_ids"),
-            (nothing, ["generate", "{files}/lm", "--prompt", ""], "give at least one token"),
+            (nothing, ["generate", "{files}/lm", "--prompt", ""], "give the text to continue as --prompt"),
             (nothing, ["generate", "{files}/lm", "--prompt", "Aß"], "doesn't know 'ß'"),
             (nothing, ["generate", "{files}/lm"], "as --prompt, or token ids as --prompt_ids"),
             (nothing, ["generate", "{files}/lm", "--prompt", "A", "--prompt_ids", "[0]"], "give the text to continue"),
-            (nothing, ["generate", "{files}/lm", "--prompt", "A", "--top_p", "1.5"], "top_p must be above 0"),
-            (nothing, ["generate", "{files}/lm", "--prompt", "A", "--temperature", "0"], "temperature must be above 0"),
+            (nothing, ["generate", "{files}/lm", "--prompt", "A", "--top_p", "1.5"], "top_p must be from"),
+            (nothing, ["generate", "{files}/lm", "--prompt", "A", "--temperature", "0"], "temperature must be"),
             (nothing, ["generate", "{files}/lm", "--prompt", "A", "--max_tokens", "0"], "max_tokens must be at least"),
             (nothing, ["generate", "{files}/lm", "--prompt", "A", "--max_tokens", "few"], "max_tokens"),
             (nothing, ["generate", "{files}/lm.pt", "--prompt", "A"], "lm.pt is not a saved model"),
@@ -296,3 +296,16 @@ def test_the_installed_program(files: Path, tmp_path: Path) -> None:
     done = subprocess.run([PROGRAM, "port", files / "lm", tmp_path / "out"], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_port_keeps_the_tokenizer(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "port", files / "lm", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == (files / "lm" / "tokenizer.json").read_text()
+
+
+def test_numbers_in_a_config_may_have_exponents(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text("num_heads: 3\nlayer_norm_eps: 1e-6\n")
+    (line,) = run(capsys, "port", files / "block.safetensors", tmp_path / "out", "--config", tmp_path / "c.yaml")
+    assert line.endswith("block (d_model 15, num_heads 3, layer_norm_eps 1e-06)")

@@ -316,7 +316,7 @@ def test_a_path_without_weights_is_refused(tmp_path: Path) -> None:
     assert "holds no weights: expected one of model.safetensors, " in refused(tmp_path / "empty")
     assert "does not exist" in refused(tmp_path / "nowhere.pt")
     (tmp_path / "model.npz").touch()
-    assert refused(tmp_path / "model.npz").endswith("expected .safetensors, .pt, .pth, .bin")
+    assert refused(tmp_path / "model.npz").endswith("expected .safetensors, .pt, .pth, .bin, .ckpt")
 
 
 def test_replacing_swaps_files_and_directories_whole(tmp_path: Path) -> None:

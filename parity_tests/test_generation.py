@@ -39,7 +39,7 @@ def test_a_tie_goes_to_the_lowest_id() -> None:
 
 @pytest.mark.parametrize(
     ("top_k", "top_p"),
-    [(None, None), (1, None), (5, None), (99, None), (None, 1e-9), (None, 0.5), (7, 0.9), (None, 1.0)],
+    [(None, None), (1, None), (5, None), (99, None), (None, 1e-6), (None, 0.5), (7, 0.9), (None, 1.0)],
 )
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_sampling_is_from_the_references_distribution(temperature, top_k, top_p) -> None:
@@ -107,12 +107,12 @@ def test_one_compilation_serves_prompts_of_every_length(pair) -> None:
         (
             ids(1, 3),
             {"temperature": 0.0},
-            "temperature must be above 0, not 0.0: for the most probable token use greedy",
+            "temperature must be at least 1e-06, not 0.0: for the most",
         ),
-        (ids(1, 3), {"temperature": float("nan")}, "temperature must be above 0, not nan"),
+        (ids(1, 3), {"temperature": float("nan")}, "temperature must be at least 1e-06, not nan"),
         (ids(1, 3), {"top_k": 0}, "top_k must be at least 1, not 0"),
-        (ids(1, 3), {"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
-        (ids(1, 3), {"top_p": 1.5}, "top_p must be above 0 and at most 1, not 1.5"),
+        (ids(1, 3), {"top_p": 0.0}, "top_p must be from 1e-06 to 1, not 0.0"),
+        (ids(1, 3), {"top_p": 1.5}, "top_p must be from 1e-06 to 1, not 1.5"),
         (ids(1, 0), {}, "the prompt is empty"),
         (np.array([[3, 37]]), {}, "token id 37 is outside the vocabulary of 37"),
         (np.array([[-1, 3]]), {}, "token id -1 is outside the vocabulary of 37"),
@@ -140,3 +140,11 @@ def test_too_many_positions_are_refused_by_the_model_itself(pair) -> None:
         module(torch.from_numpy(ids(1, 14)))
     with pytest.raises(TokenIdError, match="14 positions, but the position table has 13"):
         model(jnp.array(ids(1, 14)))
+
+
+def test_a_mask_that_is_not_causal_does_not_generate() -> None:
+    model = twin(reference(LANGUAGE_MODEL))
+    tril = model.transformer.transformer_layers[1].mha.attention_heads[2].tril
+    tril[...] = tril[...].at[3, 5].set(1.0)
+    with pytest.raises(InputError, match="tril lets a position attend to later ones"):
+        generate(model, ids(1, 3), 5)

@@ -11,6 +11,7 @@ from models import BACKBONE, BLOCK, LANGUAGE_MODEL, ids, reference, state_arrays
 import flax_tf.attention
 import flax_tf.block
 from flax_tf.config import BackboneConfig, LanguageModelConfig
+from flax_tf.errors import InputError
 from flax_tf.parity import compare
 from flax_tf.parity.capture import recorded_calls
 from flax_tf.parity.check import check
@@ -219,6 +220,26 @@ def test_check_uses_the_full_trained_length_and_merges_the_worse() -> None:
     other["transformer.embeddings.pos_embd.weight"][12, 3] += 1e-3
     assert check(tensors, tensors, LANGUAGE_MODEL).ok
     assert check(tensors, other, LANGUAGE_MODEL).culprit == "transformer.embeddings.pos_embd"
+
+
+def test_check_refuses_parameters_that_nothing_computes_with() -> None:
+    tensors = state_arrays(reference(LANGUAGE_MODEL))
+    tensors["classifier.bias"] = tensors["classifier.bias"].astype(np.int32)
+    with pytest.raises(InputError, match=r"classifier\.bias is int32"):
+        check(tensors, tensors, LANGUAGE_MODEL)
+
+
+@pytest.mark.parametrize("value", [100.0, float("nan")])
+def test_check_compares_rows_of_the_vocabulary_that_no_input_holds(value: float) -> None:
+    config = LanguageModelConfig(vocab_size=997, max_seq_length=5, d_model=14, num_heads=2, num_layers=1)
+    tensors = state_arrays(reference(config))
+    other = {name: array.copy() for name, array in tensors.items()}
+    other["transformer.embeddings.token_embd.weight"][991, 3] += value  # seed 0 draws 20 other ids
+    sides = (tensors, other) if value == value else (other, other)
+    report = check(*sides, config)
+    assert all(row.ok for row in report.rows if row.kind == "output")
+    assert not report
+    assert report.culprit == "transformer.embeddings.token_embd"
 
 
 def test_relative_error_lets_no_nan_infinity_or_shape_pass() -> None:

@@ -435,6 +435,7 @@ def test_wrong_input_ends_in_one_line_and_leaves_nothing(room: Path, flags: list
     }
     for name, content in files.items():
         (room / name).write_text(content, encoding="utf-8")
+    (room / "cache").mkdir(exist_ok=True)  # of tokens: kept, whatever becomes of the run
     before = sorted(path.name for path in room.iterdir())
     where = [] if "--run_dir" in flags else ["--run_dir", "refused"]
     train(room, *where, *flags).check_refused(message)

@@ -37,6 +37,9 @@ class TextData:
     max_id: int
     """The greatest id in `tokens`."""
 
+    key: str
+    """A hash of all that the ids depend on."""
+
     seq_length: int
 
     shuffle: bool
@@ -82,7 +85,7 @@ def prepare(config: TextDataConfig, seq_length: int, cache_dir: str | Path | Non
         log.warning("%s: left out %d rows that have no text", config.path, documents.skipped)
     cut = _cut_stream if config.chunking == "stream" else _cut_windows
     train, valid = cut(config, text, seq_length)
-    return TextData(text.tokenizer, text.tokens, text.max_id, seq_length, config.shuffle, train, valid)
+    return TextData(text.tokenizer, text.tokens, text.max_id, text.key, seq_length, config.shuffle, train, valid)
 
 
 def _tokenize(config: TextDataConfig, documents: Documents, directory: Path, status: Status) -> TokenizedText:

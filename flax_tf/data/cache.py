@@ -32,6 +32,9 @@ class TokenizedText:
     max_id: int
     """The greatest id in `tokens`."""
 
+    key: str
+    """A hash of all that the ids depend on."""
+
 
 def cache_directory() -> Path:
     """$FLAX_TF_CACHE, or $XDG_CACHE_HOME/flax_tf, or ~/.cache/flax_tf."""
@@ -83,7 +86,7 @@ def _write(entry: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
     if not end:
         raise InputError("the tokenizer makes no tokens of this text: give other text or another tokenizer")
     np.save(entry / "ends.npy", np.array(ends, np.int64))
-    tokenizer.save(str(entry / "tokenizer.json"))
+    (entry / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     files = {file.name: _digest(file) for file in sorted(entry.iterdir())}
     (entry / "entry.json").write_text(json.dumps({"dtype": dtype.name, "max_id": max_id, "sha256": files}))
 
@@ -99,6 +102,7 @@ def _read(entry: Path) -> TokenizedText | None:
             np.memmap(entry / "tokens.bin", about["dtype"], mode="r"),
             np.load(entry / "ends.npy"),
             about["max_id"],
+            entry.name,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -5,6 +5,8 @@ from typing import Literal
 
 from flax_tf.errors import InputError
 
+LARGEST = 10_000_000  # vocabularies of BPE; the trainer sets memory aside for as many as it is told
+
 
 @dataclass(frozen=True)
 class TextDataConfig:
@@ -48,8 +50,8 @@ class TextDataConfig:
                 raise InputError(f"data.{name} is empty: give it a value")
         if self.max_documents is not None and self.max_documents < 1:
             raise InputError(f"data.max_documents is {self.max_documents}: it must be at least 1, or null for all")
-        if self.tokenizer == "bpe" and self.vocab_size < 256:
-            raise InputError(f"data.vocab_size is {self.vocab_size}: byte-level BPE needs at least 256")
+        if self.tokenizer == "bpe" and not 256 <= self.vocab_size <= LARGEST:
+            raise InputError(f"data.vocab_size is {self.vocab_size}: byte-level BPE takes from 256 to {LARGEST}")
         if self.chunking not in ("stream", "windows"):
             raise InputError(f"data.chunking is {self.chunking!r}: it must be stream or windows")
         if self.chunking == "stream" and not self.shuffle:

@@ -1,10 +1,12 @@
 """Where the text comes from: Python's own documentation, local files, or a data set of the hub."""
 
+import csv
 import glob
 import hashlib
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+TABLES = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 ROWS_AT_ONCE = 1000
 
 
@@ -47,7 +49,7 @@ class Documents:
 
     def __iter__(self) -> Iterator[str]:
         taken = skipped = 0
-        for row in itertools.islice(self.rows(), self.max_documents):
+        for row in itertools.islice(self.rows(), min(self.max_documents or sys.maxsize, sys.maxsize)):
             if row is None or not row.strip():
                 skipped += 1
             else:
@@ -141,28 +143,72 @@ def read_table(file: Path, kind: str, columns: Mapping[str, str]) -> Iterator[tu
     `columns` has the columns' names by the settings that give them; a field of a nested column is column.field.
     Raises InputError if the file can't be read so, lacks a column, or has something else than text there.
     """
-    from datasets import IterableDataset  # seconds to import, and not needed for plain text
-
-    # Read through the readers themselves: `load_dataset` would report each use of one to a counter on the network.
-    # `datasets` takes a path for a pattern, hence the escape. To pandas, "NA" or "null" would be a missing text.
-    pattern = glob.escape(str(file.absolute()))
     try:
-        with quiet("datasets"):
-            match kind:
-                case "json":
-                    table = IterableDataset.from_json(pattern)
-                case "csv":
-                    table = IterableDataset.from_csv(pattern, keep_default_na=False)
-                case _:
-                    table = IterableDataset.from_parquet(pattern)
-            for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
-                yield from _rows(batch, columns, str(file))
+        match kind:
+            case "jsonl":
+                yield from _read_lines(file, columns)
+            case "csv":
+                yield from _read_csv(file, columns)
+            case _:
+                yield from _read_arrow(file, kind, columns)
     except InputError:
         raise
     except UnicodeDecodeError as error:
         raise InputError(f"{file}: not UTF-8 text; convert it, or leave it out") from error
-    except Exception as error:  # pyarrow, pandas and datasets each have their own
+    except Exception as error:  # json, csv, pyarrow and datasets each have their own
         raise InputError(f"{file}: can't be read as {file.suffix.lower()[1:]}: {one_line(error)}") from error
+
+
+def _read_lines(file: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | None, ...]]:
+    with file.open(encoding="utf-8-sig") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise InputError(f"{file}: line {number} holds no object with columns")
+            yield tuple(_field(row, setting, column, f"{file}: line {number}") for setting, column in columns.items())
+
+
+def _field(row: Mapping[str, object], setting: str, column: str, where: str) -> str | None:
+    """The text in a column of a row of JSON, or in a field of a nested one."""
+    first, _, rest = column.partition(".")
+    nested = row.get(first)
+    if rest and column not in row and isinstance(nested, dict):
+        return _field(nested, setting, rest, where)
+    if column not in row:
+        raise InputError(f"{where}: no column {column!r}; set {setting} to one of: {', '.join(row)}")
+    value = row[column]
+    if not isinstance(value, str | None):
+        kind = type(value).__name__
+        raise InputError(f"{where}: column {column!r} holds {kind}, not text; set {setting} to another")
+    return value
+
+
+def _read_csv(file: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | None, ...]]:
+    csv.field_size_limit(sys.maxsize)
+    with file.open(encoding="utf-8-sig", newline="") as stream:
+        rows = csv.DictReader(stream, strict=True)
+        names = rows.fieldnames or []
+        for setting, column in columns.items():
+            if column not in names:
+                raise InputError(f"{file}: no column {column!r}; set {setting} to one of: {', '.join(names)}")
+        for row in rows:
+            if None in row:  # where DictReader puts what is beyond the header
+                raise InputError(f"{file}: line {rows.line_num}: more fields than columns; quote text that has commas")
+            yield tuple(row[column] for column in columns.values())
+
+
+def _read_arrow(file: Path, kind: str, columns: Mapping[str, str]) -> Iterator[tuple[str | None, ...]]:
+    from datasets import IterableDataset  # seconds to import, and not needed for plain text
+
+    # Through the reader itself: `load_dataset` would report each use of one to a counter on the network. The path is
+    # escaped, because `datasets` takes it for a pattern.
+    pattern = glob.escape(str(file.absolute()))
+    with quiet("datasets"):
+        table = IterableDataset.from_json(pattern) if kind == "json" else IterableDataset.from_parquet(pattern)
+        for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
+            yield from _rows(batch, columns, str(file))
 
 
 def _rows(batch, columns: Mapping[str, str], name: str) -> Iterator[tuple[str | None, ...]]:

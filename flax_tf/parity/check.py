@@ -1,14 +1,17 @@
 """Checking a checkpoint of one of our architectures: the reference and its twin, side by side on random inputs."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 
 from flax_tf.config import BlockConfig, Config, RNNConfig, Seq2SeqConfig
 from flax_tf.errors import InputError
 from flax_tf.parity.compare import compare
-from flax_tf.parity.report import Report
-from flax_tf.porting import torch_to_flax
+from flax_tf.parity.report import Report, Row
+from flax_tf.parity.tolerances import relative_error
+from flax_tf.porting import flax_to_torch, torch_to_flax
 from flax_tf.porting.files import numpy_to_torch
 from flax_tf.saving import abstract
 
@@ -22,7 +25,8 @@ def check(
     """Loads the first tensors into `torch_ref`, ports the second to Flax, and compares the models.
 
     Both dicts are in PyTorch's names without wrapper prefixes, and usually one and the same. Two runs are merged:
-    sequences of the full trained length (with one row of nothing but id 0), and sequences of a single token.
+    sequences of the full trained length (with one row of nothing but id 0), and sequences of a single token. The
+    tensors themselves are compared too: they must be equal, and hold no NaN or infinity.
     float64 tensors need `jax_enable_x64`. Raises InputError if torch is not installed or the tensors do not fit.
     """
     try:
@@ -35,9 +39,20 @@ def check(
     with torch.device("meta"):
         torch_module = build(config)
     torch_to_flax(torch_tensors, abstract(config))  # the reference's tensors fit as well, or one error lists all
+    for name, _ in torch_module.named_parameters():
+        if not jnp.issubdtype(torch_tensors[name].dtype, jnp.floating):
+            raise InputError(f"{name} is {torch_tensors[name].dtype}: a model computes with floating-point parameters")
     load(torch_module, {name: numpy_to_torch(array) for name, array in torch_tensors.items()})
     long, single = (compare(torch_module, flax_module, *inputs) for inputs in _random_inputs(config, seed))
-    return long.merged(single)
+    report = long.merged(single)
+    # Few ids of a large vocabulary are looked up in a run, and a NaN may hide in one of the others.
+    ours = flax_to_torch(flax_module)
+    tensors = [
+        Row("tensor", name, "", relative_error(ours[name], truth), 0.0, 0.0) for name, truth in torch_tensors.items()
+    ]
+    differing = [row.name.rpartition(".")[0] for row in tensors if not row.ok]
+    culprit = report.culprit or next(iter(differing), None)
+    return replace(report, rows=report.rows + tuple(tensors), culprit=culprit)
 
 
 def _random_inputs(config: Config, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -13,7 +13,7 @@ from flax_tf.terminal import print_table
 
 @dataclass(frozen=True)
 class Row:
-    """One submodule's output (`kind` "output") or one parameter's gradient ("gradient")."""
+    """One submodule's output (`kind` "output"), parameter's gradient ("gradient") or ported tensor ("tensor")."""
 
     kind: str
     name: str
@@ -30,7 +30,8 @@ class Row:
     @property
     def limit64(self) -> float:
         """The contract's bound on `float64`."""
-        return tolerances.OUTPUT_FLOAT64 if self.kind == "output" else tolerances.GRADIENT_FLOAT64
+        limits = {"output": tolerances.OUTPUT_FLOAT64, "gradient": tolerances.GRADIENT_FLOAT64, "tensor": 0.0}
+        return limits[self.kind]
 
     @property
     def ok(self) -> bool:
@@ -49,7 +50,7 @@ class Report:
     """The verdict over two models. Truthy exactly when they are the same model."""
 
     rows: tuple[Row, ...]
-    """Outputs in the order of execution, then gradients in the order of the parameters."""
+    """Outputs in the order of execution, then gradients, then tensors, in the order of the state dict."""
     unpaired: tuple[str, ...]
     """Submodules and parameters that only one side has, each with the side named."""
     culprit: str | None

@@ -122,7 +122,7 @@ def _read_shards(index: Path) -> dict[str, np.ndarray]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = {shard: index.parent / shard for shard in sorted(set(weight_map.values()))}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{index} is not an index of shards: it needs a weight_map of names to files") from None
     tensors: dict[str, np.ndarray] = {}
     for shard, path in shards.items():

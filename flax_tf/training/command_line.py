@@ -9,10 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import yaml
 from jsonargparse import set_parsing_settings
 
-from flax_tf.command import Parser
+from flax_tf.command import Parser, read_yaml
 from flax_tf.errors import InputError
 from flax_tf.training.config import RunConfig
 
@@ -34,7 +33,7 @@ def parse(prog: str, argv: Sequence[str]) -> tuple[RunConfig, str]:
         raise InputError(str(error)) from None
 
     settings = {} if files.config is None else _settings(Path(files.config))
-    preset = files.preset or settings.get("preset", DEFAULT_PRESET)
+    preset = files.preset or settings.get("preset") or DEFAULT_PRESET
     parser = _parser(prog)
     for source, layer in ((f"preset {preset}", _preset(preset)), (files.config, {**settings, "preset": preset})):
         try:
@@ -48,11 +47,12 @@ def parse(prog: str, argv: Sequence[str]) -> tuple[RunConfig, str]:
         raise InputError(_clear(error, parser)) from None
     for name in ("config", "print_config"):
         del chosen[name]
+    config = RunConfig(**parser.instantiate(chosen).as_dict())
     text = parser.dump(chosen, skip_unset=False, skip_validation=True)
     if files.print_config:
         print(text, end="")  # noqa: T201
         raise SystemExit(0)
-    return RunConfig(**parser.instantiate(chosen).as_dict()), text
+    return config, text
 
 
 def presets() -> dict[str, Path]:
@@ -72,7 +72,7 @@ def _parser(prog: str) -> Parser:
 
 def _preset(name: str) -> dict[str, Any]:
     known = presets()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         near = difflib.get_close_matches(str(name), known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InputError(f"unknown preset {name!r}: {hint}there are {', '.join(known)}")
@@ -81,18 +81,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 def _settings(file: Path) -> dict[str, Any]:
     """{dotted key: value} of a YAML file. Raises InputError for one that is missing, broken or has unknown keys."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise InputError(f"{file}{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
-    except OSError as error:
-        raise InputError(f"config file {file}: {error.strerror}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, Mapping):
-        raise InputError(f"{file}: it must hold settings, one `name: value` a line")
+    content = read_yaml(file)
     if isinstance(content.get("data"), str):
         content = {**content, "data": {"path": content["data"]}}
     return dict(_flatten(content, RunConfig, file))

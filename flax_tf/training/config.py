@@ -8,6 +8,8 @@ from flax_tf.data.config import TextDataConfig
 from flax_tf.errors import InputError
 from flax_tf.training.optimizer import OptimizerConfig
 
+INT32 = 2**31  # JAX counts in 32 bits
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
@@ -25,8 +27,8 @@ class SampleConfig:
     def __post_init__(self) -> None:
         if self.prompt == "":
             raise InputError("sample.prompt is empty: give the text to continue, or null for held-out text")
-        if self.tokens < 0:
-            raise InputError(f"sample.tokens is {self.tokens}: it must be at least 0")
+        if not 0 <= self.tokens < INT32:
+            raise InputError(f"sample.tokens is {self.tokens}: it must be at least 0 and less than {INT32}")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise InputError(f"sample.temperature is {self.temperature}: it must be above 0")
         if self.top_k is not None and self.top_k < 1:
@@ -79,8 +81,8 @@ class RunConfig:
             raise InputError(f"epochs is {self.epochs}: it must be above 0, or null")
         if self.steps is None and self.epochs is None:
             raise InputError("neither steps nor epochs is set: say how long to train")
-        if not 0 <= self.seed < 1 << 32:
-            raise InputError(f"seed is {self.seed}: it must be at least 0 and less than {1 << 32}")
+        if not 0 <= self.seed < INT32:
+            raise InputError(f"seed is {self.seed}: it must be at least 0 and less than {INT32}")
         if not self.model.mask:
             raise InputError(
                 "model.mask is false: a model that sees the next token learns nothing from it, set it to true"
@@ -88,5 +90,8 @@ class RunConfig:
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """The number of optimizer steps of the run."""
-        epochs = math.inf if self.epochs is None else math.ceil(self.epochs * steps_per_epoch)
-        return int(min(epochs, math.inf if self.steps is None else self.steps))
+        epochs = math.inf if self.epochs is None else self.epochs * steps_per_epoch
+        steps = min(epochs, math.inf if self.steps is None else self.steps)
+        if not steps < INT32:
+            raise InputError(f"the run would take {steps:.3g} steps: it must be less than {INT32}")
+        return math.ceil(steps)

@@ -129,7 +129,8 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         best = f"best {loss:.3f} at step {step:.0f}, perplexity {perplexity(loss):.2f}"
         axes.plot(*valid.T, color="tab:orange", marker="o", linewidth=1.5, label=f"validation ({best})")
         axes.plot(step, loss, color="tab:red", marker="*", markersize=14)
-    axes.set(title=title, xlabel="step", ylabel="cross-entropy (nats per token)")
+    axes.set_title(title, parse_math=False)
+    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

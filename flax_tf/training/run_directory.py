@@ -43,9 +43,9 @@ def check_run_dir(run_dir: Path, resume: bool) -> None:
         ) from None
 
 
-def describe(config: RunConfig, total_steps: int, train_tokens: int) -> dict[str, Any]:
-    """What is saved in each checkpoint to know the run by; plain JSON."""
-    about = {"config": dataclasses.asdict(config), "total_steps": total_steps, "train_tokens": train_tokens}
+def describe(config: RunConfig, total_steps: int, text: str) -> dict[str, Any]:
+    """What is saved in each checkpoint to know the run by; plain JSON. `text` is a hash of the tokenised text."""
+    about = {"config": dataclasses.asdict(config), "total_steps": total_steps, "text": text}
     return json.loads(json.dumps(about))
 
 
@@ -58,11 +58,8 @@ def check_same_run(run_dir: Path, saved: dict[str, Any], now: dict[str, Any], st
                 f"{run_dir} was started with {key} {old.get(key)}, not {new.get(key)}: resume with the same "
                 "settings, or start another run with --run_dir"
             )
-    if saved["train_tokens"] != now["train_tokens"]:
-        raise InputError(
-            f"{run_dir} was started on {saved['train_tokens']} training tokens, and now there are "
-            f"{now['train_tokens']}: the text has changed, start another run with --run_dir"
-        )
+    if saved["text"] != now["text"]:
+        raise InputError(f"{run_dir} was started on another text: it has changed, start another run with --run_dir")
     total_steps = now["total_steps"]
     if total_steps != saved["total_steps"] and new["optimizer.schedule"] != "constant":
         raise InputError(

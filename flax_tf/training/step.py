@@ -28,7 +28,7 @@ class TrainState(NamedTuple):
     """The summed loss of the tokens since the last look, and below their number: nothing is fetched for each step."""
     token_count: Float[Array, ""]
     finite: Bool[Array, ""]
-    """Whether every loss and every gradient was finite so far."""
+    """Whether every loss, gradient and parameter was finite so far."""
 
 
 class Steps(NamedTuple):
@@ -63,14 +63,15 @@ def start(
 
         grads, (total, tokens) = jax.grad(mean_loss, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
         return TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=params,
             opt_state=opt_state,
             key=state.key,
             loss_sum=state.loss_sum + total,
             token_count=state.token_count + tokens,
-            finite=state.finite & jnp.isfinite(total) & jnp.isfinite(optax.tree.norm(grads)),
+            finite=state.finite & jnp.isfinite(total) & jnp.isfinite(optax.tree.norm((grads, params))),
         )
 
     def evaluate(params: nnx.State, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
