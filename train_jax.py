@@ -1,35 +1,32 @@
 #!/usr/bin/env python3
-"""Trains a language model in JAX. `python train_jax.py` runs the preset docs; `--help` shows every setting."""
+"""Trains a model in JAX. `python train_jax.py` runs the preset docs; `--help` shows every setting."""
 
 import contextlib
-import dataclasses
 import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Int
 
 from flax_tf.command import INTERRUPTED, OK, run
-from flax_tf.data.batches import TextData, check_ids, prepare, steps_per_epoch, train_batches, valid_batches
-from flax_tf.data.tokenizer import encode
 from flax_tf.errors import InputError
 from flax_tf.files import replacing
-from flax_tf.generation import generate
-from flax_tf.language_model import LanguageModel
-from flax_tf.loss import language_model_loss
 from flax_tf.saving import build, save_pretrained
 from flax_tf.training.checkpoint import Checkpoints
 from flax_tf.training.command_line import parse
-from flax_tf.training.config import RunConfig
-from flax_tf.training.metrics import Metrics, perplexity, plot_losses, read_rows
+from flax_tf.training.config import AttnRNNRun, LanguageModelRun, RNNRun, RunConfig, TransformerRun
+from flax_tf.training.language_modelling import language_modelling
+from flax_tf.training.metrics import Metrics, describe, plot_losses, read_rows
 from flax_tf.training.optimizer import build_optimizer, learning_rates
-from flax_tf.training.run_directory import check_run_dir, check_same_run, describe
+from flax_tf.training.run_directory import check_run_dir, check_same_run, identify
 from flax_tf.training.sharding import data_mesh, replicate, shard
 from flax_tf.training.step import TrainState, forget_loss, start
+from flax_tf.training.task import HostBatch, Task
+from flax_tf.training.translation import translation
 
 PROG = "train_jax.py"
 
@@ -39,19 +36,18 @@ def train(config: RunConfig, settings: str) -> int:
     # Whatever is wrong with the input is found here, before anything is written.
     run_dir = Path(config.run_dir or f"runs/{config.preset}")
     check_run_dir(run_dir, config.resume)
-    mesh = data_mesh(config.batch_size)
-    data = prepare(config.data, config.model.max_seq_length)
-    config = with_vocabulary(config, data)
-    prompt = prompt_ids(config, data)
-    total_steps = config.total_steps(steps_per_epoch(data, config.batch_size))
-    about = describe(config, total_steps, data.key)
+    mesh = data_mesh(config.fixed_batch_size)
+    task = prepare(config, mesh.size)
+    config: Any = task.config
+    total_steps = config.total_steps(task.steps_per_epoch)
+    about = identify(config, total_steps, task.key)
 
     model = build(config.model, config.seed)
     learning_rate = learning_rates(config.optimizer, total_steps)
-    state, steps = start(model, build_optimizer(config.optimizer, total_steps), language_model_loss, config.seed)
+    state, steps = start(
+        model, build_optimizer(config.optimizer, total_steps), task.loss, config.seed, valid_loss=task.valid_loss
+    )
     state = replicate(mesh, state)
-    train_data = train_batches(data, config.batch_size, config.seed)
-    valid_data = valid_batches(data, config.batch_size)
 
     checkpoints = Checkpoints(run_dir / "checkpoints")
     with telling_how_to_resume(run_dir, checkpoints):
@@ -65,60 +61,57 @@ def train(config: RunConfig, settings: str) -> int:
             print(f"{run_dir}: all {total_steps:,} steps are done, there is nothing to resume")
             return OK
 
-        print(f"{config.data.path}: {data.train_tokens:,} tokens to train on, {data.valid_tokens:,} held out")
+        print(task.about)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         print(f"{parameters:,} parameters, {mesh.size} {jax.default_backend()} device(s), {total_steps:,} steps")
-        train_step = steps.train.lower(state, shard(mesh, train_data[step])).compile()
+        # One program for each shape of a batch, and none is made later.
+        programs = {shapes(batch): steps.train.lower(state, shard(mesh, batch)).compile() for batch in task.shapes}
         with Metrics(run_dir, step, total_steps) as metrics:
-            clock, clock_step = time.perf_counter(), step
+            clock, counted = time.perf_counter(), float(state.token_count)
             while step < total_steps:
-                state = train_step(state, shard(mesh, train_data[step]))
+                batch = task.train_batches(step)
+                state = programs[shapes(batch)](state, shard(mesh, batch))
                 step += 1
                 last = step == total_steps
                 if last or step % config.log_interval == 0:
                     check_finite(state)  # waits for the device, which is done nowhere else in between
-                    loss = float(state.loss_sum / state.token_count)
-                    tokens = (step - clock_step) * config.batch_size * data.seq_length
+                    tokens = float(state.token_count)
                     rate = np.asarray(learning_rate(step - 1)).item()
-                    metrics.train(step, loss, rate, tokens / (time.perf_counter() - clock))
+                    seconds = time.perf_counter() - clock
+                    metrics.train(step, float(state.loss_sum) / tokens, rate, (tokens - counted) / seconds)
                     state = forget_loss(state)
-                    clock, clock_step = time.perf_counter(), step
+                    clock, counted = time.perf_counter(), 0.0
                 if last or step % config.eval_interval == 0:
                     check_finite(state)
-                    batches = valid_data if last else valid_data[: config.eval_batches]
+                    batches = task.valid_batches if last else task.valid_batches[: config.eval_batches]
                     sums = [steps.evaluate(state.params, shard(mesh, batch)) for batch in batches]
                     total, count = np.array(jax.device_get(sums), np.float64).sum(axis=0)
-                    metrics.valid(step, total / count)
-                    clock, clock_step = time.perf_counter(), step
+                    nnx.update(model, state.params)
+                    metrics.valid(step, total / count, task.measure(model, last))
+                    clock, counted = time.perf_counter(), float(state.token_count)
                 if last or step % config.checkpoint_interval == 0:
                     check_finite(state)
                     checkpoints.save(state, about)
-                    clock, clock_step = time.perf_counter(), step
+                    clock, counted = time.perf_counter(), float(state.token_count)
 
         nnx.update(model, state.params)
-        finish(config, run_dir, model, data, prompt)
+        finish(task, run_dir, model)
     return OK
 
 
-def with_vocabulary(config: RunConfig, data: TextData) -> RunConfig:
-    """The config with the tokenizer's vocabulary where it has none. Raises InputError if the text doesn't fit it."""
-    vocab_size = data.vocab_size if config.model.vocab_size is None else config.model.vocab_size
-    check_ids(data.max_id, vocab_size)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+def prepare(config: RunConfig, devices: int) -> Task:
+    """The task that the config describes. Raises InputError if its data can't be had."""
+    match config:
+        case LanguageModelRun():
+            return language_modelling(config)
+        case TransformerRun() | RNNRun() | AttnRNNRun():
+            return translation(config, devices)
+    raise TypeError(type(config))
 
 
-def prompt_ids(config: RunConfig, data: TextData) -> Int[np.ndarray, "P"]:
-    """The ids that the sample begins with: of the prompt, or the first of the held-out text."""
-    if config.sample.prompt is None:
-        return data.tokens[data.valid_starts[:1]].astype(np.int32)
-    try:
-        ids = encode(data.tokenizer, config.sample.prompt).astype(np.int32)
-    except InputError as error:
-        raise InputError(f"sample.prompt: {error}") from None
-    if not ids.size:
-        raise InputError(f"sample.prompt {config.sample.prompt!r} makes no tokens: give other text")
-    check_ids(int(ids.max()), config.model.token_count())
-    return ids
+def shapes(batch: HostBatch) -> tuple[tuple[int, ...], ...]:
+    """Those of the arrays of a batch: what a compiled step can take is known by them."""
+    return tuple(array.shape for array in batch.values())
 
 
 def check_finite(state: TrainState) -> None:
@@ -149,28 +142,17 @@ def telling_how_to_resume(run_dir: Path, checkpoints: Checkpoints) -> Generator[
         raise SystemExit(INTERRUPTED) from None
 
 
-def finish(
-    config: RunConfig, run_dir: Path, model: LanguageModel, data: TextData, prompt: Int[np.ndarray, "P"]
-) -> None:
-    """Exports and reports the result of a run: draws its losses and writes a sample; the model is exported first."""
-    save_pretrained(model, run_dir / "export", data.tokenizer)
+def finish(task: Task, run_dir: Path, model: Any) -> None:
+    """Exports and reports the result of a run: draws its losses and shows examples; the model is exported first."""
+    save_pretrained(model, run_dir / "export", *task.tokenizers)
     rows = read_rows(run_dir / "metrics.jsonl")
     with replacing(run_dir / "loss.png") as path:
-        plot_losses(rows, path, f"Preset {config.preset}, trained on {Path(config.data.path).name}")
-    valid_loss = [row["valid_loss"] for row in rows if "valid_loss" in row][-1]
-    print(f"validation loss {valid_loss:.4f} (nats per token), perplexity {perplexity(valid_loss):.2f}")
-    if config.sample.tokens:
-        ids = generate(
-            model,
-            prompt[None],
-            config.sample.tokens,
-            temperature=config.sample.temperature,
-            top_k=config.sample.top_k,
-            seed=config.seed,
-        )
-        print("--- sample ---")
-        print(data.tokenizer.decode(ids[0].tolist()))
-        print("---")
+        plot_losses(rows, path, f"Preset {task.config.preset}, trained on {task.name}")
+    last = [row for row in rows if "valid_loss" in row][-1]
+    scores = {name: value for name, value in last.items() if name not in ("step", "valid_loss", "perplexity")}
+    print(f"{describe(last['valid_loss'], scores)} (loss in nats per token)")
+    if examples := task.show(model):
+        print(examples)
     print(f"wrote {run_dir}/export (the model), {run_dir}/loss.png and {run_dir}/metrics.jsonl")
 
 

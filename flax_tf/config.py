@@ -216,6 +216,9 @@ class RNNConfig(Seq2SeqConfig):
     """Probability with which dropout zeroes an embedded value in training."""
     max_length: int = 10
     """Number of tokens that the decoder makes when it runs free of a target."""
+    mask_source: bool = False
+    """Padding in the source is passed over: the encoder's last state is that after the last token, and attention sees
+    tokens alone. False: padding is read as any token, as in the seed, and the result depends on how much there is."""
     start_id: int = 0
     """Target token id that decoding starts from."""
     end_id: int = 1
@@ -225,6 +228,7 @@ class RNNConfig(Seq2SeqConfig):
         super().__post_init__()
         _check_sizes(self, "hidden_size", "max_length")
         _check_rate("dropout", self.dropout)
+        _check_flag(self, "mask_source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,13 +236,6 @@ class AttnRNNConfig(RNNConfig):
     """Seed 002: the recurrent encoder, and a decoder with Bahdanau attention over its outputs."""
 
     arch: ClassVar[str] = "attn_rnn"
-
-    mask_source: bool = False
-    """Attention passes over padding in the source. False: it sees padding as any token, as in the seed."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_flag(self, "mask_source")
 
 
 Config = BlockConfig | BackboneConfig | LanguageModelConfig | TransformerConfig | RNNConfig | AttnRNNConfig

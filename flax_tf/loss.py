@@ -6,6 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from flax_tf.language_model import LanguageModel
 from flax_tf.layers import Linear
+from flax_tf.recurrent import AttnSeq2Seq, Seq2Seq
+from flax_tf.transformer import Transformer
 
 LOGITS_AT_ONCE = 1 << 25  # 128 MiB of float32; the (B, T, V) logits of a large vocabulary are never held whole
 
@@ -81,8 +83,27 @@ def sequence_cross_entropy(
     a part `label_smoothing` is spread evenly over all V classes (Szegedy et al. 2016). Log probabilities may stand for
     the logits. Computed in float32, or in float64 if the logits are.
     """
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=-1)
-    at_target = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]  # (B, T)
-    losses = -(1 - label_smoothing) * at_target - label_smoothing * log_probs.mean(axis=-1)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    V = logits.shape[-1]
+    # One pass over the vocabulary, where a gather's gradient would take another array of the logits' size.
+    labels = (1 - label_smoothing) * (jnp.arange(V) == targets[..., None]) + label_smoothing / V  # (B, T, V)
+    losses = jax.nn.logsumexp(logits, axis=-1) - (labels * logits).sum(axis=-1)  # (B, T)
     real = targets != pad_id
     return jnp.where(real, losses, 0).sum(), real.sum()
+
+
+def sequence_loss(
+    model: Transformer | Seq2Seq | AttnSeq2Seq, batch: dict[str, Array], label_smoothing: float = 0.0, **kwargs
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """The summed loss of the next target token at every position that is not padding, and how many there are.
+
+    A batch holds `source`, int [B, S], and `target`, int [B, T + 1], whose first tokens no loss asks for: the decoder
+    reads [:, :-1], and its answers are [:, 1:] (seed 002; recurrent decoders are given the answers and shift them
+    themselves). Keyword arguments (`rngs`) go to the model.
+    """
+    source, target = batch["source"], batch["target"]
+    if isinstance(model, Transformer):
+        logits = model(source, target[:, :-1], **kwargs)  # (B, T, V)
+    else:  # log probabilities, which softmax leaves as they are
+        logits, *_ = model(source, target[:, 1:], **kwargs)  # (B, T, V)
+    return sequence_cross_entropy(logits, target[:, 1:], model.config.pad_id, label_smoothing)

@@ -16,9 +16,10 @@ def shift_right(target: Int[Array, "B T"], start_id: int) -> Int[Array, "B T"]:
 
 
 class EncoderRNN(nnx.Module):
-    """A GRU over embedded source tokens; padding is read as any token. Seed 002, `EncoderRNN`."""
+    """A GRU over embedded source tokens. Seed 002, `EncoderRNN`."""
 
     def __init__(self, config: RNNConfig, *, rngs: nnx.Rngs):
+        self.config = config
         self.embedding = Embedding(config.src_token_count(), config.hidden_size, rngs=rngs)
         self.gru = GRU(config.hidden_size, config.hidden_size, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
@@ -26,8 +27,12 @@ class EncoderRNN(nnx.Module):
     def __call__(
         self, src: Int[Array, "B S"], *, rngs: nnx.Rngs | None = None
     ) -> tuple[Float[Array, "B S H"], Float[Array, "1 B H"]]:
-        """The output at every position and the last hidden state."""
-        return self.gru(self.dropout(self.embedding(src), rngs=rngs))
+        """The output at every position and the last hidden state: with `mask_source`, that after the last token."""
+        outputs, hidden = self.gru(self.dropout(self.embedding(src), rngs=rngs))
+        if self.config.mask_source:
+            last = (jnp.arange(src.shape[1]) * (src != self.config.pad_id)).max(axis=1)  # (B,)
+            hidden = jnp.take_along_axis(outputs, last[:, None, None], axis=1)[None, :, 0]
+        return outputs, hidden
 
 
 class DecoderRNN(nnx.Module):

@@ -7,8 +7,15 @@ import grain
 import numpy as np
 import pytest
 
-from flax_tf.data.pair_batches import least_padding, make_buckets, steps_per_epoch, train_batches, valid_batches
-from flax_tf.data.pair_tokens import Pairs, SpecialIds, prepare_pairs
+from flax_tf.data.pair_batches import (
+    example_batches,
+    least_padding,
+    make_buckets,
+    steps_per_epoch,
+    train_batches,
+    valid_batches,
+)
+from flax_tf.data.pair_tokens import Pairs, SpecialIds, prepare_pairs, text_of
 from flax_tf.data.pairs import PairDataConfig
 from flax_tf.data.tokenizer import char_tokenizer
 from flax_tf.errors import InputError
@@ -63,7 +70,7 @@ def decoded(data, batch) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("tokenizer", ["char", "bpe", "bpe-separate"])
 def test_an_epoch_is_every_pair(corpus, tmp_path, special, tokenizer):
     data, config = data_of(corpus, tmp_path, special, tokenizer=tokenizer, vocab_size=300)
-    buckets = make_buckets(data.train, config, batch_size=5)
+    buckets = make_buckets(data, config, batch_size=5)["train"]
     steps = steps_per_epoch(buckets)
     batches = train_batches(data.train, buckets, seed=3)
     epochs = []
@@ -100,24 +107,51 @@ def test_vocabularies_of_one_or_two_sides(tmp_path):
 @pytest.mark.parametrize("devices", [1, 3])
 def test_shapes_are_few_and_full(corpus, tmp_path, devices):
     data, config = data_of(corpus, tmp_path)
-    buckets = make_buckets(data.train, config, batch_size=5, devices=devices)
+    buckets = make_buckets(data, config, batch_size=5, devices=devices)["train"]
     assert 1 < len(buckets) <= 4
     assert sorted(np.concatenate([bucket.pairs for bucket in buckets])) == list(range(len(data.train)))
     for bucket in buckets:
         B, S, T = bucket.shape
         assert B % devices == 0
         # One more multiple of the devices would be more tokens than asked for.
-        assert B * max(S, T) <= 300 < (B + devices) * max(S, T)
-        assert data.train.source_lengths[bucket.pairs].max() == S
-        assert data.train.target_lengths[bucket.pairs].max() == T
+        longest = np.maximum(data.train.source_lengths, data.train.target_lengths)[bucket.pairs].max()
+        assert B * longest <= 300 < (B + devices) * longest
+        assert longest <= max(S, T)
     batches = train_batches(data.train, buckets, seed=0)
     seen = {(*batches[k]["source"].shape, batches[k]["target"].shape[1] - 1) for k in range(steps_per_epoch(buckets))}
     assert seen == {bucket.shape for bucket in buckets}
 
 
+def test_held_out_pairs_take_no_shape_of_their_own(tmp_path):
+    """Even where they are longer than all training pairs."""
+    lengths = {"train": [(3, 1), (5, 2), (11, 7), (12, 13), (2, 3)], "valid": [(17, 3), (2, 19), (4, 2), (6, 11)]}
+    files = {name: tmp_path / f"{name}.tsv" for name in lengths}
+    for name, file in files.items():
+        file.write_text("".join(f"{'a' * source}\t{'b' * (target - 1) or 'b'}\n" for source, target in lengths[name]))
+    data, config = data_of(files, tmp_path, buckets=2, tokens_per_batch=60)
+    buckets = make_buckets(data, config, batch_size=5)
+    short, long = buckets["train"]
+    assert [bucket.shape for bucket in buckets["valid"]] == [short.shape, long.shape]
+    assert (short.source_length, short.target_length) == (5, 3)
+    assert (long.source_length, long.target_length) == (17, 19)
+    assert [bucket.pairs.tolist() for bucket in buckets["valid"]] == [[2], [0, 1, 3]]
+    for batch in valid_batches(data.valid, buckets["valid"]):
+        decoded(data, {name: batch[name][batch["pair"] >= 0] for name in ("source", "target")})
+
+
+def test_the_examples_have_every_shape_of_the_training_batches(corpus, tmp_path):
+    data, config = data_of(corpus, tmp_path)
+    buckets = make_buckets(data, config, batch_size=5)["train"]
+    batches = train_batches(data.train, buckets, seed=0)
+    shapes = [tuple(array.shape for array in batch.values()) for batch in example_batches(data.train, buckets)]
+    steps = range(2 * steps_per_epoch(buckets))
+    assert {tuple(array.shape for array in batches[k].values()) for k in steps} == set(shapes)
+    assert len(shapes) == len(buckets)
+
+
 def test_a_fixed_batch_size_is_one_shape(corpus, tmp_path):
     data, config = data_of(corpus, tmp_path, tokens_per_batch=None)
-    (bucket,) = make_buckets(data.train, config, batch_size=13)
+    (bucket,) = make_buckets(data, config, batch_size=13)["train"]
     longest = [max(len(pair[side]) for pair in lines_of(corpus["train"])) for side in (0, 1)]
     assert bucket.shape == (13, longest[0], longest[1] + 1)
     assert steps_per_epoch([bucket]) == 17  # 211 / 13, rounded up
@@ -144,7 +178,7 @@ def test_the_bounds_have_the_least_padding(count):
 
 def test_a_batch_depends_on_the_seed_and_the_step_alone(corpus, tmp_path):
     data, config = data_of(corpus, tmp_path)
-    buckets = make_buckets(data.train, config, batch_size=5)
+    buckets = make_buckets(data, config, batch_size=5)["train"]
 
     def run(seed):
         return train_batches(data.train, buckets, seed)
@@ -166,7 +200,7 @@ def test_a_batch_depends_on_the_seed_and_the_step_alone(corpus, tmp_path):
 @pytest.mark.parametrize("tokens", [None, 100])
 def test_validation_is_every_pair_once(corpus, tmp_path, tokens):
     data, config = data_of(corpus, tmp_path, tokens_per_batch=tokens)
-    buckets = make_buckets(data.valid, config, batch_size=5)
+    buckets = make_buckets(data, config, batch_size=5)["valid"]
     seen = {}
     filled = 0
     for batch in valid_batches(data.valid, buckets):
@@ -196,6 +230,22 @@ def test_a_second_start_reads_no_text(corpus, tmp_path, monkeypatch):
         assert first.target_tokenizer.to_str() == second.target_tokenizer.to_str()
     data_of(corpus, tmp_path, special=RNN)
     assert len(list((tmp_path / "cache").glob("tokens-*/tokens.bin"))) == 16
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "char", "own"])
+def test_lower_case_goes_with_the_tokenizer(tmp_path, tokenizer):
+    file = tmp_path / "a.tsv"
+    file.write_text("ABC abc\tXyz\nabc aBC\txyz\n")
+    if tokenizer == "own":
+        tokenizer = str(tmp_path / "tokenizer.json")
+        char_tokenizer(["abcxyz "], ["<pad>", "<s>", "</s>"]).save(tokenizer)
+    data, _ = data_of({"train": file, "valid": file}, tmp_path, tokenizer=tokenizer, vocab_size=270, lower=True)
+    assert data.train.text() == [("abc abc", "xyz")] * 2
+    for text in ("ABC", "abc"):
+        assert data.source_tokenizer.decode(data.source_tokenizer.encode(text).ids) == "abc"
+    ids = data.target_tokenizer.encode("XYZ").ids
+    assert text_of(np.array([*ids, 2, 0, 0]), data.target_tokenizer, end_id=2) == "xyz"
+    assert text_of(np.array(ids), data.target_tokenizer, end_id=2) == "xyz"
 
 
 def test_pairs_left_out_are_counted(tmp_path, caplog):

@@ -182,7 +182,7 @@ def test_sides_of_unequal_length(tmp_path):
         ("a.tsv.gz", gzip.compress(b"x\ty\n" * 99)[:-12], "can't be read: "),
         ("a.jsonl", b'{"source": "x"}\n', "no column 'target'; set data.target_column to one of: source"),
         ("a.jsonl", b'{"target": "x"}\n', "no column 'source'; set data.source_column to one of: target"),
-        ("a.jsonl", b'{"source": "x", "target": 3}\n', "column 'target' holds int64, not text; set data.target_column"),
+        ("a.jsonl", b'{"source": "x", "target": 3}\n', "column 'target' holds int, not text; set data.target_column"),
         ("a.jsonl", b'{"source": "x", "target": null}\n', "no pairs in it"),
         ("a.jsonl", b"{broken", "can't be read as jsonl"),
         ("a.jsonl.gz", b"", "unpack it"),

@@ -28,7 +28,7 @@ from flax_tf.loss import language_model_loss
 from flax_tf.saving import build, from_pretrained
 from flax_tf.training.checkpoint import KEEP, Checkpoints
 from flax_tf.training.command_line import parse, presets
-from flax_tf.training.config import RunConfig
+from flax_tf.training.config import LanguageModelRun
 from flax_tf.training.metrics import plot_losses, read_rows
 from flax_tf.training.optimizer import OptimizerConfig, build_optimizer
 from flax_tf.training.sharding import data_mesh, replicate, shard
@@ -543,7 +543,7 @@ def test_the_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> 
     ("steps", "epochs", "expected"), [(20, None, 20), (None, 2.0, 34), (20, 2.0, 20), (100, 0.5, 9)]
 )
 def test_steps_and_epochs_end_at_whichever_is_first(steps, epochs, expected: int) -> None:
-    assert RunConfig(steps=steps, epochs=epochs).total_steps(steps_per_epoch=17) == expected
+    assert LanguageModelRun(steps=steps, epochs=epochs).total_steps(steps_per_epoch=17) == expected
 
 
 def test_the_picture_is_drawn_from_any_rows(tmp_path: Path) -> None:

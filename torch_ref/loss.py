@@ -6,6 +6,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_ref.language_model import LanguageModel
+from torch_ref.recurrent import AttnSeq2Seq, Seq2Seq
+from torch_ref.transformer import Transformer
 
 
 def cross_entropy(
@@ -52,3 +54,17 @@ def sequence_cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=pad_id, label_smoothing=label_smoothing, reduction="sum"
     )
     return loss, (targets != pad_id).sum()
+
+
+def sequence_loss(
+    model: Transformer | Seq2Seq | AttnSeq2Seq, batch: dict[str, Tensor], label_smoothing: float = 0.0
+) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+    """The summed loss of the next target token at every position that is not padding, and how many there are.
+
+    A batch holds `source`, int [B, S], and `target`, int [B, T + 1]; the decoder reads target[:, :-1], and its answers
+    are target[:, 1:] (seed 002; recurrent decoders are given the answers and shift them themselves).
+    """
+    source, target = batch["source"], batch["target"]
+    # Log probabilities of a recurrent model, which softmax leaves as they are.
+    logits = model(source, target[:, :-1]) if isinstance(model, Transformer) else model(source, target[:, 1:])[0]
+    return sequence_cross_entropy(logits, target[:, 1:], model.config.pad_id, label_smoothing)

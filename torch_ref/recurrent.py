@@ -14,17 +14,23 @@ def shift_right(target: Int[Tensor, "B T"], start_id: int) -> Int[Tensor, "B T"]
 
 
 class EncoderRNN(nn.Module):
-    """A GRU over embedded source tokens; padding is read as any token. Seed 002, `EncoderRNN`."""
+    """A GRU over embedded source tokens. Seed 002, `EncoderRNN`."""
 
     def __init__(self, config: RNNConfig):
         super().__init__()
+        self.config = config
         self.embedding = nn.Embedding(config.src_token_count(), config.hidden_size)
         self.gru = nn.GRU(config.hidden_size, config.hidden_size, batch_first=True)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, src: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B S H"], Float[Tensor, "1 B H"]]:
-        """The output at every position and the last hidden state."""
-        return self.gru(self.dropout(self.embedding(src)))
+        """The output at every position and the last hidden state: with `mask_source`, that after the last token."""
+        outputs, hidden = self.gru(self.dropout(self.embedding(src)))
+        if self.config.mask_source:
+            positions = torch.arange(src.shape[1], device=src.device)
+            last = (positions * (src != self.config.pad_id)).amax(dim=1)  # (B,)
+            hidden = outputs.take_along_dim(last[:, None, None], dim=1)[None, :, 0]
+        return outputs, hidden
 
 
 class DecoderRNN(nn.Module):

@@ -12,8 +12,8 @@ from jaxtyping import Int
 
 from flax_tf.data.batches import check_seed
 from flax_tf.data.cache import TokenizedText
-from flax_tf.data.pair_tokens import Pairs
-from flax_tf.data.pairs import PairDataConfig
+from flax_tf.data.pair_tokens import PairData, Pairs
+from flax_tf.data.pairs import PairDataConfig, Split
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Bucket:
     batch_size: int
     """B, the rows of a batch."""
     source_length: int
-    """S, the longest source."""
+    """S, the longest source of all splits."""
     target_length: int
-    """T, the longest target with its end token."""
+    """T, the longest target of all splits, with its end token."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -35,27 +35,36 @@ class Bucket:
         return self.batch_size, self.source_length, self.target_length
 
 
-def make_buckets(pairs: Pairs, config: PairDataConfig, batch_size: int, devices: int = 1) -> list[Bucket]:
-    """The pairs of a split by length, the longer side's, the shortest first: at most `config.buckets`.
+def make_buckets(
+    data: PairData, config: PairDataConfig, batch_size: int, devices: int = 1
+) -> dict[Split, list[Bucket]]:
+    """The pairs of each split by length, the longer side's, the shortest first: at most `config.buckets`.
 
-    The bounds are those with the least padding. A bucket's batches have as many rows as make
-    `config.tokens_per_batch` tokens of the longest, rounded down to a multiple of `devices`, and at least `devices`.
-    Without `tokens_per_batch` there is one bucket, with batches of `batch_size`.
+    All splits have the same shapes, so that held-out pairs need no further ones. Their bounds are those with the least
+    padding of the training pairs; the last reaches to the longest of all splits. A bucket's batches have as many rows
+    as make `config.tokens_per_batch` tokens of the longest, rounded down to a multiple of `devices`, and at least
+    `devices`. Without `tokens_per_batch` there is one bucket, with batches of `batch_size`. A split has no bucket of a
+    length that it has no pairs of.
     """
+    splits = data.splits()
+    lengths = {split: np.maximum(pairs.source_lengths, pairs.target_lengths) for split, pairs in splits.items()}
+    longest = max(int(each.max()) for each in lengths.values())
     if config.tokens_per_batch is None:
-        return [_bucket(pairs, np.arange(len(pairs)), batch_size)]
-    lengths = np.maximum(pairs.source_lengths, pairs.target_lengths)
-    bounds = least_padding(lengths, config.buckets)
-    number = np.searchsorted(bounds, lengths)
-    return [
-        _bucket(pairs, np.flatnonzero(number == i), max(1, config.tokens_per_batch // bound // devices) * devices)
-        for i, bound in enumerate(bounds)
-    ]
-
-
-def _bucket(pairs: Pairs, members: Int[np.ndarray, "pairs"], batch_size: int) -> Bucket:
-    source_length, target_length = pairs.source_lengths[members].max(), pairs.target_lengths[members].max()
-    return Bucket(members, batch_size, int(source_length), int(target_length))
+        bounds, rows = [longest], [batch_size]
+    else:
+        bounds = [*least_padding(lengths["train"], config.buckets)[:-1], longest]
+        rows = [max(1, config.tokens_per_batch // bound // devices) * devices for bound in bounds]
+    found: dict[Split, list[Bucket]] = {split: [] for split in splits}
+    for number, size in enumerate(rows):
+        members = {split: np.flatnonzero(np.searchsorted(bounds, each) == number) for split, each in lengths.items()}
+        source, target = (
+            max(int(getattr(splits[split], side)[those].max(initial=0)) for split, those in members.items())
+            for side in ("source_lengths", "target_lengths")
+        )
+        for split, those in members.items():
+            if len(those):
+                found[split].append(Bucket(those, size, source, target))
+    return found
 
 
 def least_padding(lengths: Int[np.ndarray, "pairs"], count: int) -> list[int]:
@@ -113,6 +122,11 @@ def train_batches(pairs: Pairs, buckets: Sequence[Bucket], seed: int) -> grain.M
         return _examples(pairs, bucket, rows)
 
     return grain.MapDataset.range(sys.maxsize).map(batch)
+
+
+def example_batches(pairs: Pairs, buckets: Sequence[Bucket]) -> list[dict[str, np.ndarray]]:
+    """A batch of each shape, as in `train_batches`: what to compile for."""
+    return [_examples(pairs, bucket, np.resize(bucket.pairs, bucket.batch_size)) for bucket in buckets]
 
 
 def valid_batches(pairs: Pairs, buckets: Sequence[Bucket]) -> grain.MapDataset:

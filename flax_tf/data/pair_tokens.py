@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int
 from rich.status import Status
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from flax_tf.data.cache import TokenizedText, cache_directory, cached
 from flax_tf.data.pairs import Pair, PairDataConfig, PairTexts, Split, load_pairs
@@ -93,6 +93,16 @@ class PairData:
     valid: Pairs
     test: Pairs | None
 
+    def splits(self) -> dict[Split, Pairs]:
+        """The splits by their names."""
+        found: dict[Split, Pairs | None] = {"train": self.train, "valid": self.valid, "test": self.test}
+        return {split: pairs for split, pairs in found.items() if pairs is not None}
+
+    @property
+    def key(self) -> str:
+        """A hash of all that the ids of the training and validation pairs depend on."""
+        return " ".join(text.key for pairs in (self.train, self.valid) for text in (pairs.source, pairs.target))
+
     @property
     def source_vocab_size(self) -> int:
         """The rows that an embedding of source ids needs."""
@@ -142,9 +152,15 @@ def _tokenize(
                 texts = sentences("train", side)
         return bpe_tokenizer(texts, config.vocab_size, special.names(), sentences=True)
 
+    def made(tokenizer: Tokenizer) -> Tokenizer:
+        if config.lower:  # what is saved with the model has to do the same to what it is given later
+            own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+            tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+        return tokenizer
+
     def learnt(side: Side) -> TokenizedText:
         parts = [*contents, "train", side, config.tokenizer, f"{config.vocab_size}", *special.names()]
-        return cached(directory, parts, lambda: (learn(side), sentences("train", side)))
+        return cached(directory, parts, lambda: (made(learn(side)), sentences("train", side)))
 
     def encoded(split: Split, side: Side, tokenizer: Tokenizer) -> TokenizedText:
         parts = [*contents, split, side, tokenizer.to_str()]
@@ -156,7 +172,7 @@ def _tokenize(
         source = learnt("source")
         train = source, encoded("train", "target", source.tokenizer)
     else:
-        tokenizer = load_tokenizer(config.tokenizer)
+        tokenizer = made(load_tokenizer(config.tokenizer))
         train = encoded("train", "source", tokenizer), encoded("train", "target", tokenizer)
     held_out = {
         split: (encoded(split, "source", train[0].tokenizer), encoded(split, "target", train[1].tokenizer))
@@ -202,3 +218,9 @@ def _check_special(name: str, text: TokenizedText, special: SpecialIds) -> None:
 
 def _token_counts(text: TokenizedText) -> Int[np.ndarray, "lines"]:
     return np.diff(text.ends, prepend=0)
+
+
+def text_of(tokens: Int[np.ndarray, "T"], tokenizer: Tokenizer, end_id: int) -> str:
+    """The text of target tokens up to the end token, or of all if there is none; special tokens have no text."""
+    ended = np.flatnonzero(tokens == end_id)
+    return tokenizer.decode(tokens[: ended[0] if len(ended) else None].tolist()).strip()

@@ -16,6 +16,8 @@ from flax_tf.data.text import TABLES, file_digest, hub_rows, hub_table, read_tab
 from flax_tf.errors import InputError
 
 DATES = "dates"
+RANDOM = "random"
+BUILT_IN = (DATES, RANDOM)
 OF_FILES = ("target", "valid_source", "valid_target", "test_source", "test_target")  # settings unread for the dates
 
 Pair = tuple[str, str]
@@ -27,9 +29,10 @@ class PairDataConfig:
     """The sentences, their translations, the tokenizer and the batches of sequence-to-sequence training."""
 
     source: str = DATES
-    """"dates" for dates of many locales into ISO dates (nothing to download); a text file whose line i is translated by
-    line i of target; or, without target, both sides in one: a .tsv file (source, tab, target; more columns aren't
-    read), a .jsonl, .csv or .parquet file, or the name of a data set on the hub. Text and .tsv files may be .gz."""
+    """"dates" for dates of many locales into ISO dates (nothing to download); "random" for seed 002's random ids, one
+    batch of batch_size rows of max_length tokens; a text file whose line i is translated by line i of target; or,
+    without target, both sides in one: a .tsv file (source, tab, target; more columns aren't read), a .jsonl, .csv or
+    .parquet file, or the name of a data set on the hub. Text and .tsv files may be .gz."""
 
     target: str | None = None
     """The text file with the translations. null: source has both sides."""
@@ -96,8 +99,8 @@ class PairDataConfig:
             value = getattr(self, name)
             if value == "":
                 raise InputError(f"data.{name} is empty: give it a value, or null")
-            if value is not None and self.source == DATES:
-                raise InputError(f"data.{name} is {value}, but data.source is the built-in dates: set it, too")
+            if value is not None and self.source in BUILT_IN:
+                raise InputError(f"data.{name} is {value}, but data.source is the built-in {self.source}: set it, too")
         for name in ("valid", "test"):
             if getattr(self, f"{name}_source") is None and getattr(self, f"{name}_target") is not None:
                 raise InputError(f"data.{name}_target is set without data.{name}_source: give both")
@@ -230,8 +233,11 @@ def _strip(rows: Iterator[tuple[str | None, ...]]) -> Iterator[Pair]:
     return (((source or "").strip(), (target or "").strip()) for source, target in rows)
 
 
-def _lines(file: Path) -> Iterator[str]:
-    """The lines, of what ends in a line feed only: Python's splitlines would cut at characters of text."""
+def read_lines(file: Path) -> Iterator[str]:
+    """The lines of a text file, perhaps .gz. Raises InputError, when iterated, if it can't be read or isn't UTF-8.
+
+    Only a line feed ends a line: Python's splitlines would cut at characters of text.
+    """
     number = 0
     try:
         opener = gzip.open if file.suffix.lower() == ".gz" else Path.open
@@ -245,9 +251,9 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _read_lines(source: Path, target: Path) -> Iterator[Pair]:
-    for lines in itertools.zip_longest(_lines(source), _lines(target)):
+    for lines in itertools.zip_longest(read_lines(source), read_lines(target)):
         if None in lines:
-            counts = [sum(1 for _ in _lines(file)) for file in (source, target)]
+            counts = [sum(1 for _ in read_lines(file)) for file in (source, target)]
             raise InputError(
                 f"{source} has {counts[0]} lines and {target} has {counts[1]}: line i of one must be the translation "
                 "of line i of the other"
@@ -256,7 +262,7 @@ def _read_lines(source: Path, target: Path) -> Iterator[Pair]:
 
 
 def _read_tsv(file: Path) -> Iterator[Pair]:
-    for number, line in enumerate(_lines(file)):
+    for number, line in enumerate(read_lines(file)):
         source, tab, rest = line.partition("\t")
         if line.strip() and not tab:
             raise InputError(f"{file}: line {number + 1} has no tab between a source and a target")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flax_tf.data.config import TextDataConfig
 from flax_tf.data.hub import is_hub_name, one_line, quiet
@@ -167,22 +167,25 @@ def _read_lines(file: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | 
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise InputError(f"{file}: line {number} holds no object with columns")
-            yield tuple(_field(row, setting, column, f"{file}: line {number}") for setting, column in columns.items())
+            row = _flattened(row)
+            for setting, column in columns.items():
+                if column not in row:
+                    names = ", ".join(row)
+                    raise InputError(f"{file}: line {number}: no column {column!r}; set {setting} to one of: {names}")
+                if not isinstance(row[column], str | None):
+                    kind = type(row[column]).__name__
+                    raise InputError(f"{file}: column {column!r} holds {kind}, not text; set {setting} to another")
+            yield tuple(row[column] for column in columns.values())
 
 
-def _field(row: Mapping[str, object], setting: str, column: str, where: str) -> str | None:
-    """The text in a column of a row of JSON, or in a field of a nested one."""
-    first, _, rest = column.partition(".")
-    nested = row.get(first)
-    if rest and column not in row and isinstance(nested, dict):
-        return _field(nested, setting, rest, where)
-    if column not in row:
-        raise InputError(f"{where}: no column {column!r}; set {setting} to one of: {', '.join(row)}")
-    value = row[column]
-    if not isinstance(value, str | None):
-        kind = type(value).__name__
-        raise InputError(f"{where}: column {column!r} holds {kind}, not text; set {setting} to another")
-    return value
+def _flattened(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A column `translation` of two fields becomes `translation.de` and `translation.en`."""
+    flat = {}
+    for name, value in row.items():
+        flat |= (
+            {f"{name}.{field}": inner for field, inner in value.items()} if isinstance(value, dict) else {name: value}
+        )
+    return flat
 
 
 def _read_csv(file: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | None, ...]]:
@@ -215,7 +218,7 @@ def _rows(batch, columns: Mapping[str, str], name: str) -> Iterator[tuple[str | 
     """The rows of a `pyarrow.Table`: the text in each of the columns, as for `read_table`."""
     from pyarrow import types
 
-    batch = batch.flatten()  # a column `translation` of two fields becomes `translation.de` and `translation.en`
+    batch = batch.flatten()  # as `_flattened`
     for setting, column in columns.items():
         if column not in batch.column_names:
             names = ", ".join(batch.column_names)

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from flax_tf.config import LanguageModelConfig
+from flax_tf.config import AttnRNNConfig, LanguageModelConfig, RNNConfig, TransformerConfig
 from flax_tf.data.config import TextDataConfig
+from flax_tf.data.pairs import PairDataConfig
 from flax_tf.errors import InputError
 from flax_tf.training.optimizer import OptimizerConfig
 
@@ -35,9 +37,37 @@ class SampleConfig:
             raise InputError(f"sample.top_k is {self.top_k}: it must be at least 1, or null")
 
 
+Metric = Literal["none", "exact_match", "bleu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingConfig:
+    """How held-out sources are translated to measure and to show what was learned."""
+
+    metric: Metric = "exact_match"
+    """"exact_match": the share of targets hit in every character. "bleu": BLEU and chrF by sacrebleu (the extra
+    `eval`). "none": nothing is decoded."""
+    beam_size: int = 5
+    """Beams at the end of the run; on the way decoding is greedy. 1: always greedy."""
+    length_penalty: float = 0.6
+    """A finished hypothesis of n tokens is ranked by its log probability / ((5 + n) / 6)^length_penalty."""
+    max_length: int | None = None
+    """The most tokens of a translation, the end token included. null: all that the model allows."""
+    samples: int = 5
+    """How many translations are shown at the end."""
+
+    def __post_init__(self) -> None:
+        if self.metric not in get_args(Metric):
+            raise InputError(f"decoding.metric is {self.metric!r}: choose from {', '.join(get_args(Metric))}")
+        for name, least in (("beam_size", 1), ("max_length", 1), ("samples", 0), ("length_penalty", 0)):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= least):
+                raise InputError(f"decoding.{name} is {value}: it must be at least {least}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Settings of a run. Defaults, then the preset, then --config FILE, then flags: the later wins."""
+    """What the settings of all runs have in common."""
 
     preset: str = "docs"
     """The preset to start from; presets are the files of flax_tf/presets."""
@@ -52,7 +82,7 @@ class RunConfig:
     epochs: float | None = None
     """How often to go through the training split. null: as often as steps takes."""
     batch_size: int = 32
-    """Sequences in a batch B, over all devices."""
+    """Sequences in a batch B, over all devices (for pairs, unless data.tokens_per_batch is set)."""
     log_interval: int = 10
     """Steps between two logged training losses, each the mean over those steps."""
     eval_interval: int = 250
@@ -61,12 +91,6 @@ class RunConfig:
     """Batches of an evaluation on the way; the last one takes the whole split. null: the whole split."""
     checkpoint_interval: int = 500
     """Steps between two checkpoints; there is always one at the end."""
-    sample: SampleConfig = field(default_factory=SampleConfig)
-    """The sample"""
-    data: TextDataConfig = field(default_factory=TextDataConfig)
-    """The data"""
-    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
-    """The model"""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer"""
 
@@ -83,10 +107,11 @@ class RunConfig:
             raise InputError("neither steps nor epochs is set: say how long to train")
         if not 0 <= self.seed < INT32:
             raise InputError(f"seed is {self.seed}: it must be at least 0 and less than {INT32}")
-        if not self.model.mask:
-            raise InputError(
-                "model.mask is false: a model that sees the next token learns nothing from it, set it to true"
-            )
+
+    @property
+    def fixed_batch_size(self) -> int | None:
+        """`batch_size`, or None where batches have as many rows as make so many tokens."""
+        return self.batch_size
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """The number of optimizer steps of the run."""
@@ -95,3 +120,92 @@ class RunConfig:
         if not steps < INT32:
             raise InputError(f"the run would take {steps:.3g} steps: it must be less than {INT32}")
         return math.ceil(steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelRun(RunConfig):
+    """Settings of a language model's run. Defaults, then the preset, then --config FILE, then flags: the later wins."""
+
+    arch: Literal["language_model"] = "language_model"
+    """What is trained: language_model, transformer, rnn or attn_rnn. The settings of data and model depend on it."""
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """The sample"""
+    data: TextDataConfig = field(default_factory=TextDataConfig)
+    """The data"""
+    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    """The model"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model.mask:
+            raise InputError(
+                "model.mask is false: a model that sees the next token learns nothing from it, set it to true"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslationRun(RunConfig):
+    """What the settings of sequence-to-sequence runs have in common."""
+
+    label_smoothing: float = 0.0
+    """The part of each label that is spread evenly over the vocabulary, in training alone (Szegedy et al. 2016)."""
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    """The decoding"""
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    """The data"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.label_smoothing < 1:
+            raise InputError(f"label_smoothing is {self.label_smoothing}: it must be at least 0 and below 1")
+
+    @property
+    def fixed_batch_size(self) -> int | None:
+        return self.batch_size if self.data.tokens_per_batch is None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerRun(TranslationRun):
+    """Settings of an encoder-decoder Transformer's run. Defaults, preset, --config FILE, flags: the later wins."""
+
+    arch: Literal["transformer"] = "transformer"
+    """What is trained: language_model, transformer, rnn or attn_rnn. The settings of data and model depend on it."""
+    model: TransformerConfig = field(default_factory=TransformerConfig)
+    """The model"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, length in (("data", self.data.max_length), ("decoding", self.decoding.max_length)):
+            if length is not None and length > self.model.max_seq_length:
+                raise InputError(
+                    f"{name}.max_length is {length}, and the model's table has {self.model.max_seq_length} positions: "
+                    f"lower it, or raise model.max_seq_length"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RNNRun(TranslationRun):
+    """Settings of a recurrent sequence-to-sequence run. Defaults, preset, --config FILE, flags: the later wins."""
+
+    arch: Literal["rnn"] = "rnn"
+    """What is trained: language_model, transformer, rnn or attn_rnn. The settings of data and model depend on it."""
+    model: RNNConfig = field(default_factory=RNNConfig)
+    """The model"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttnRNNRun(TranslationRun):
+    """Settings of a run with Bahdanau attention. Defaults, preset, --config FILE, flags: the later wins."""
+
+    arch: Literal["attn_rnn"] = "attn_rnn"
+    """What is trained: language_model, transformer, rnn or attn_rnn. The settings of data and model depend on it."""
+    model: AttnRNNConfig = field(default_factory=AttnRNNConfig)
+    """The model"""
+
+
+RUNS: dict[str, type[RunConfig]] = {
+    "language_model": LanguageModelRun,
+    "transformer": TransformerRun,
+    "rnn": RNNRun,
+    "attn_rnn": AttnRNNRun,
+}

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tensorboardX.summary import scalar
 
 from flax_tf.files import replacing
 
+SCORES_DRAWN = {"exact_match": "exact match, %", "bleu": "BLEU", "chrf": "chrF"}
 PLAIN_LINES = 20  # about how many training losses are printed where there is no terminal for a bar
 
 
@@ -24,7 +25,8 @@ class Metrics:
     """Writes each row to `run_dir/metrics.jsonl` (flushed at once) and `run_dir/tensorboard`, and shows it.
 
     A training row has step, loss (nats per token), learning_rate and tokens_per_second; a validation row has step,
-    valid_loss and perplexity. Rows that a killed run wrote after `step`, where it resumes, are cut.
+    valid_loss, perplexity and scores of the task (such as bleu). Rows that a killed run wrote after `step`, where it
+    resumes, are cut.
     """
 
     def __init__(self, run_dir: Path, step: int, total_steps: int):
@@ -63,15 +65,15 @@ class Metrics:
             self._last_line = step
             self._line(f"step {step}/{self._total_steps}: loss {loss:.4f}, {speed} tokens/s")
 
-    def valid(self, step: int, loss: float) -> None:
-        """Reports a validation loss."""
-        self._write(step=step, valid_loss=loss, perplexity=perplexity(loss))
+    def valid(self, step: int, loss: float, scores: Mapping[str, float]) -> None:
+        """Reports a validation loss, and scores by their names."""
+        self._write(step=step, valid_loss=loss, perplexity=perplexity(loss), **scores)
         self._progress.update(self._task, valid=f"{loss:.3f}")
-        self._line(f"step {step}/{self._total_steps}: validation loss {loss:.4f}, perplexity {perplexity(loss):.2f}")
+        self._line(f"step {step}/{self._total_steps}: {describe(loss, scores)}")
 
     def _line(self, text: str) -> None:
         if self._progress.disable:
-            self._progress.console.print(text, highlight=False)
+            self._progress.console.print(text, highlight=False, soft_wrap=True)
 
     def _write(self, step: int, **values: float) -> None:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
@@ -95,6 +97,12 @@ class Metrics:
             self._events.close()
 
 
+def describe(loss: float, scores: Mapping[str, float]) -> str:
+    """A validation's result in words."""
+    parts = [f"validation loss {loss:.4f}", f"perplexity {perplexity(loss):.2f}"]
+    return ", ".join([*parts, *(f"{name} {value:.2f}" for name, value in scores.items())])
+
+
 def perplexity(loss: float) -> float:
     """exp(loss); infinite where that is beyond a float."""
     return math.exp(loss) if loss < 700 else math.inf
@@ -114,11 +122,29 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws the training and validation losses of a run over its steps into a PNG file."""
+    """Draws the losses of a run over its steps, and the scores of its validation split, into a PNG file."""
     from matplotlib.figure import Figure  # seconds to import, and only for the end of a run
 
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
+    scored = [row for row in rows if "valid_loss" in row]
+    names = [name for name in SCORES_DRAWN if any(name in row for row in scored)]
+    figure = Figure(figsize=(8, 8 if names else 5), dpi=150, layout="constrained")
+    loss_axes, *score_axes = figure.subplots(2 if names else 1, squeeze=False, sharex=True)[:, 0]
+    _draw_losses(loss_axes, rows)
+    for axes in score_axes:
+        for name in names:
+            points = [(row["step"], row[name]) for row in scored if name in row]
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"{SCORES_DRAWN[name]} (last {points[-1][1]:.1f})")
+        axes.set(ylabel="validation score")
+    loss_axes.set_title(title, parse_math=False)
+    for axes in (loss_axes, *score_axes):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    (score_axes or [loss_axes])[-1].set(xlabel="step")
+    figure.savefig(path, format="png")
+
+
+def _draw_losses(axes: Any, rows: list[dict[str, Any]]) -> None:
     train = np.array([(row["step"], row["loss"]) for row in rows if "loss" in row])
     valid = np.array([(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row])
     if len(train):
@@ -129,12 +155,7 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         best = f"best {loss:.3f} at step {step:.0f}, perplexity {perplexity(loss):.2f}"
         axes.plot(*valid.T, color="tab:orange", marker="o", linewidth=1.5, label=f"validation ({best})")
         axes.plot(step, loss, color="tab:red", marker="*", markersize=14)
-    axes.set_title(title, parse_math=False)
-    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, format="png")
+    axes.set(ylabel="cross-entropy (nats per token)")
 
 
 def _smooth(losses: np.ndarray) -> np.ndarray:

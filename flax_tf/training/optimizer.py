@@ -13,7 +13,7 @@ from flax_tf.training.muon import scale_by_muon
 
 Name = Literal["adamw", "adam", "sgd", "muon"]
 Decay = Literal["all", "matrices"]
-ScheduleName = Literal["constant", "cosine"]
+ScheduleName = Literal["constant", "cosine", "inverse_sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,9 @@ class OptimizerConfig:
     decay: Decay = "all"
     """What decays: "all" parameters, as in torch, or "matrices" alone (two axes or more: no biases, no norms)."""
     schedule: ScheduleName = "constant"
-    """The learning rate after the warm-up: "constant", or "cosine" down to min_learning_rate at the last step."""
+    """The learning rate after the warm-up: "constant"; "cosine" down to min_learning_rate at the last step; or
+    "inverse_sqrt", the peak times sqrt((warmup_steps + 1) / (k + 1)) at step k, as of Vaswani et al. 2017, section 5.3,
+    whose peak is (d_model * (warmup_steps + 1))^-0.5."""
     warmup_steps: int = 0
     """Steps of linear warm-up: step k, from 0, takes (k + 1) / (warmup_steps + 1) of the learning rate."""
     min_learning_rate: float = 0.0
@@ -70,14 +72,18 @@ class OptimizerConfig:
 def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of step k, counted from 0, in a run of `steps` steps.
 
-    In torch: `SequentialLR` of `LinearLR` and `CosineAnnealingLR`. A run that is shorter than its warm-up ends in it.
+    In torch: `SequentialLR` of `LinearLR` and `ConstantLR`, `CosineAnnealingLR` or `LambdaLR`. A run that is shorter
+    than its warm-up ends in it.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
-    if config.schedule == "constant":
-        after = optax.constant_schedule(peak)
-    else:
-        last = max(1, steps - 1 - warmup)
-        after = optax.cosine_decay_schedule(peak, last, alpha=config.min_learning_rate / peak)
+    match config.schedule:
+        case "constant":
+            after = optax.constant_schedule(peak)
+        case "cosine":
+            last = max(1, steps - 1 - warmup)
+            after = optax.cosine_decay_schedule(peak, last, alpha=config.min_learning_rate / peak)
+        case "inverse_sqrt":
+            after = lambda step: peak * jnp.sqrt((warmup + 1) / (step + warmup + 1))  # noqa: E731
     rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     schedule = optax.join_schedules([rising, after], [warmup])
     # optax divides the integer step in float32; as a float it has the widest precision that is on.

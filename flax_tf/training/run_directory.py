@@ -20,6 +20,7 @@ _FREE = (
     "eval_batches",
     "checkpoint_interval",
     "sample",
+    "decoding",
 )
 
 
@@ -43,7 +44,7 @@ def check_run_dir(run_dir: Path, resume: bool) -> None:
         ) from None
 
 
-def describe(config: RunConfig, total_steps: int, text: str) -> dict[str, Any]:
+def identify(config: RunConfig, total_steps: int, text: str) -> dict[str, Any]:
     """What is saved in each checkpoint to know the run by; plain JSON. `text` is a hash of the tokenised text."""
     about = {"config": dataclasses.asdict(config), "total_steps": total_steps, "text": text}
     return json.loads(json.dumps(about))

@@ -9,13 +9,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from flax_tf.errors import InputError
 
 
-def data_mesh(batch_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def data_mesh(batch_size: int | None, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of the devices (all local ones by default) along one axis, `data`.
 
-    Raises InputError if they can't share a batch evenly.
+    Raises InputError if they can't share a batch of a given size evenly.
     """
     devices = jax.local_devices() if devices is None else devices
-    if batch_size % len(devices):
+    if batch_size is not None and batch_size % len(devices):
         raise InputError(f"batch_size {batch_size} does not divide by the {len(devices)} devices: choose a multiple")
     # Explicit axes, the default, would want an out_sharding at every lookup.
     return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)

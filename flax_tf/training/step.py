@@ -46,9 +46,16 @@ def forget_loss(state: TrainState) -> TrainState:
 
 
 def start(
-    model: nnx.Module, optimizer: optax.GradientTransformation, loss: LossFunction, seed: int
+    model: nnx.Module,
+    optimizer: optax.GradientTransformation,
+    loss: LossFunction,
+    seed: int,
+    valid_loss: LossFunction | None = None,
 ) -> tuple[TrainState, Steps]:
-    """Splits the model once. The state starts from its parameters; buffers are constants of the compiled functions."""
+    """Splits the model once. The state starts from its parameters; buffers are constants of the compiled functions.
+
+    `valid_loss` is what evaluation computes, if not the loss that is trained on.
+    """
     model.train()
     graph, params, buffers = nnx.split(model, nnx.Param, ...)
     model.eval()
@@ -75,7 +82,7 @@ def start(
         )
 
     def evaluate(params: nnx.State, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        return loss(nnx.merge(eval_graph, params, buffers), batch)
+        return (valid_loss or loss)(nnx.merge(eval_graph, params, buffers), batch)
 
     # A copy of the parameters: the caller's model must outlive the donation of the state.
     params = jax.tree.map(jnp.copy, params)
