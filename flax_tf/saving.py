@@ -37,7 +37,9 @@ from flax_tf.transformer import Transformer
 logger = logging.getLogger("flax_tf")
 
 # What `save_pretrained` writes, and so what it may replace.
-_SAVED_FILES = re.compile(r"(config|tokenizer|model\.safetensors\.index)\.json|model(-\d+-of-\d+)?\.safetensors")
+_SAVED_FILES = re.compile(
+    r"(config|tokenizer|target_tokenizer|model\.safetensors\.index)\.json|model(-\d+-of-\d+)?\.safetensors"
+)
 
 MODELS: dict[type, Callable[..., nnx.Module]] = {
     BlockConfig: Block,
@@ -115,9 +117,14 @@ def save_pretrained(
     model: Any,
     path: str | os.PathLike,
     tokenizer: Tokenizer | None = None,
+    target_tokenizer: Tokenizer | None = None,
+    *,
     max_shard_size: int | str = "5GB",
 ) -> None:
     """Writes a directory that PyTorch reads as it is: `config.json`, `model.safetensors`, `tokenizer.json`.
+
+    A model with two vocabularies also has a `target_tokenizer`, written to `target_tokenizer.json`; `tokenizer` is then
+    the source's. Without one, `tokenizer` is of both sides.
 
     A saved model at `path` is replaced, in one move, when the new one is complete. Raises InputError, with nothing
     changed, if `path` is a file or a directory that holds anything else.
@@ -127,9 +134,10 @@ def save_pretrained(
         fresh.mkdir()
         write_weights(flax_to_torch(model), fresh, max_shard_size)
         (fresh / "config.json").write_text(json.dumps(config_to_dict(model.config), indent=2) + "\n", encoding="utf-8")
-        if tokenizer is not None:
-            # Not tokenizer.save, which raises no OSError when the disk is full.
-            (fresh / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        for name, each in (("tokenizer", tokenizer), ("target_tokenizer", target_tokenizer)):
+            if each is not None:
+                # Not tokenizer.save, which raises no OSError when the disk is full.
+                (fresh / f"{name}.json").write_text(each.to_str(pretty=True), encoding="utf-8")
 
 
 def _check_replaceable(target: Path) -> None:
