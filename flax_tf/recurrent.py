@@ -30,7 +30,7 @@ class EncoderRNN(nnx.Module):
         """The output at every position and the last hidden state: with `mask_source`, that after the last token."""
         outputs, hidden = self.gru(self.dropout(self.embedding(src), rngs=rngs))
         if self.config.mask_source:
-            last = (jnp.arange(src.shape[1]) * (src != self.config.pad_id)).max(axis=1)  # (B,)
+            last = (jnp.arange(src.shape[1])[None] * (src != self.config.pad_id)).max(axis=1)  # (B,)
             hidden = jnp.take_along_axis(outputs, last[:, None, None], axis=1)[None, :, 0]
         return outputs, hidden
 
