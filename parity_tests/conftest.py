@@ -6,8 +6,9 @@ from collections.abc import Generator
 from jaxtyping import install_import_hook
 
 # The files with array functions. Not the configs: what they refuse, they refuse in their own words.
-_TWINS = ("masks", "embedding", "attention", "feed_forward", "block", "language_model", "loss", "generation")
-_CHECKED = [f"{package}.{file}" for package in ("flax_tf", "torch_ref") for file in _TWINS]
+_MODELS = ("masks", "embedding", "attention", "feed_forward", "block", "language_model", "generation", "loss")
+_SEQ2SEQ = ("encoder", "decoder", "transformer", "recurrent", "decoding")
+_CHECKED = [f"{package}.{file}" for package in ("flax_tf", "torch_ref") for file in (*_MODELS, *_SEQ2SEQ)]
 install_import_hook([*_CHECKED, "flax_tf.layers", "flax_tf.data.batches", "flax_tf.training.step"], "beartype.beartype")
 
 import jax  # noqa: E402

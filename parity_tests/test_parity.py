@@ -13,7 +13,7 @@ import flax_tf.block
 from flax_tf.config import BackboneConfig, LanguageModelConfig
 from flax_tf.errors import InputError
 from flax_tf.parity import compare
-from flax_tf.parity.capture import recorded_calls
+from flax_tf.parity.capture import one_by_one, recorded_calls
 from flax_tf.parity.check import check
 from flax_tf.parity.tolerances import (
     GRADIENT_FLOAT32_FLOOR,
@@ -190,11 +190,50 @@ def test_calls_of_a_class_that_inherits_its_call_are_recorded_once() -> None:
         def __call__(self, x):
             return self.heir(self.plain(x))
 
-    seen = []
-    with recorded_calls(model := Outer(), lambda path, output: seen.append((path, output.shape))):
+    with recorded_calls(model := Outer()) as calls:
         model(jnp.ones((7, 3)))
     model(jnp.ones((7, 3)))  # after the block nothing is recorded
+    seen = [(path, output.shape) for path, output in one_by_one(calls)]
     assert seen == [("plain", (7, 5)), ("heir", (7, 2)), ("", (7, 2))]
+
+
+def test_calls_within_a_scan_are_recorded_step_by_step() -> None:
+    class Scanned(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+            self.outer = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
+
+        def __call__(self, x, reverse):
+            def step(carry, x):
+                carry, _ = jax.lax.scan(lambda carry, x: (self.inner(carry) + x, None), carry, x)
+                return self.outer(self.outer(carry)), carry.sum()
+
+            return jax.lax.scan(step, jnp.ones(3), x, reverse=reverse)
+
+    model, x = Scanned(), np.random.default_rng(0).standard_normal((5, 2, 3)).astype(np.float32)
+    for reverse in (False, True):
+        with recorded_calls(model) as calls:
+            result = model(x, reverse)
+        expected, carry, sums = [], jnp.ones(3), []
+        for row in x[::-1] if reverse else x:
+            for column in row:
+                expected.append(("inner", model.inner(carry)))
+                carry = expected[-1][1] + column
+            sums.append(carry.sum())
+            expected.append(("outer", model.outer(carry)))
+            expected.append(("outer", model.outer(expected[-1][1])))
+            carry = expected[-1][1]
+        expected.append(("", (carry, jnp.array(sums[::-1] if reverse else sums))))
+        seen = list(one_by_one(calls))
+        assert [path for path, _ in seen] == [path for path, _ in expected]
+        values = zip(
+            jax.tree.leaves([v for _, v in seen] + [result]),
+            jax.tree.leaves([v for _, v in expected + expected[-1:]]),
+            strict=True,
+        )
+        for value, truth in values:
+            # Sums of three products in float32, perhaps in another order, over ten steps: some roundings of 6e-8.
+            np.testing.assert_allclose(value, truth, rtol=1e-5, atol=1e-6)
 
 
 def test_models_are_left_as_they_were() -> None:

@@ -13,8 +13,12 @@ SHARED = dataclasses.replace(TRANSFORMER, tgt_vocab_size=37, shared_embeddings=T
 MASKED = dataclasses.replace(ATTN_RNN, mask_source=True)
 
 
-@pytest.mark.parametrize("config", [SHARED, RNN, MASKED], ids=lambda config: config.arch)
-def test_every_submodule_and_gradient_is_checked_and_passes(config) -> None:
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [(SHARED, "decoder_layers.0.cross_attn.W_k"), (RNN, "decoder.gru"), (MASKED, "decoder.attention.Wa")],
+    ids=["transformer", "rnn", "attn_rnn"],
+)
+def test_every_submodule_and_gradient_is_checked_and_a_moved_weight_is_located(config, place: str) -> None:
     module = reference(config)
     tensors = state_arrays(module)
     report = check(tensors, tensors, config)
@@ -26,3 +30,10 @@ def test_every_submodule_and_gradient_is_checked_and_passes(config) -> None:
     assert {row.name for row in report.rows if row.kind == "output"} == called
     parameters = dict(module.named_parameters(remove_duplicate=False))
     assert {row.name for row in report.rows if row.kind == "gradient"} == parameters.keys()
+
+    name = next(name for name in tensors if name.startswith(f"{place}.weight"))
+    moved = tensors[name].copy()
+    moved[3, 5] += 1e-3
+    report = check(tensors, {**tensors, name: moved}, config)
+    assert not report
+    assert report.culprit == place
