@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from directories import listing
-from models import LANGUAGE_MODEL, reference, state_arrays
+from models import ATTN_RNN, LANGUAGE_MODEL, reference, state_arrays
 from safetensors.torch import load_file, save_file
 
 from flax_tf.errors import InputError
@@ -114,6 +114,18 @@ def test_a_training_checkpoints_state_dict_is_found(
     torch.save(checkpoint, tmp_path / "model.pt")
     assert_same(read_weights(tmp_path / "model.pt"), module.state_dict())
     assert caplog.messages == [f"took the state dict under '{container}', and nothing else of the checkpoint"]
+
+
+@pytest.mark.parametrize("suffix", ["", "_state_dict"])
+def test_an_encoder_and_a_decoder_saved_side_by_side_are_joined(
+    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = reference(ATTN_RNN)
+    checkpoint = {f"{half}{suffix}": getattr(module, half).state_dict() for half in ("encoder", "decoder")}
+    torch.save({"epoch": 3, **checkpoint}, tmp_path / "model.pt")
+    assert_same(read_weights(tmp_path / "model.pt"), module.state_dict())
+    names = f"'encoder{suffix}' and 'decoder{suffix}'"
+    assert caplog.messages == [f"joined the state dicts under {names}, and took nothing else of the checkpoint"]
 
 
 WITHOUT_TORCH = """

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from models import BACKBONE, BLOCK, LANGUAGE_MODEL, reference
+from models import ATTN_RNN, BACKBONE, BLOCK, LANGUAGE_MODEL, RNN, reference, state_arrays
 
 from flax_tf.config import LanguageModelConfig
 from flax_tf.errors import InputError
@@ -100,6 +100,14 @@ def test_unknown_keys_are_refused_with_what_is_known(shapes: Shapes, first: str)
         "decoder_layers.0.cross_attn.W_q.weight; attn_rnn has decoder.attention.Wa.weight; rnn has "
         "decoder.gru.weight_hh_l0"
     )
+
+
+@pytest.mark.parametrize("half", ["encoder", "decoder"])
+@pytest.mark.parametrize("config", [RNN, ATTN_RNN], ids=lambda config: config.arch)
+def test_one_half_of_a_recurrent_model_is_told_what_to_do(config, half: str) -> None:
+    shapes = {name: array.shape for name, array in state_arrays(getattr(reference(config), half)).items()}
+    with pytest.raises(InputError, match="this is one half of a recurrent model: save both halves in one file"):
+        recognise(shapes, {})
 
 
 def test_a_position_table_that_is_none_is_left_to_the_list_of_what_does_not_fit() -> None:

@@ -25,6 +25,8 @@ INDEX = "model.safetensors.index.json"
 _DIRECTORY_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 # Where training scripts put the state dict within what they save.
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+# Where they put those of an encoder and of a decoder that are modules of their own.
+_PAIRS = (("encoder", "decoder"), ("encoder_state_dict", "decoder_state_dict"))
 # Both torch and ml_dtypes have these, under the same names, but NumPy has not, so they cross as integers.
 _THROUGH_INTEGERS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
 _SAFETENSORS_DTYPES: dict[str, Any] = {
@@ -174,7 +176,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _find_state_dict(loaded: Any) -> dict[str, Any] | None:
-    """The {name: tensor} dict itself, or the one that a training checkpoint keeps under a well-known name."""
+    """The {name: tensor} dict itself, or the one or the two that a training checkpoint keeps under well-known names."""
     import torch
 
     if not isinstance(loaded, dict):
@@ -185,6 +187,12 @@ def _find_state_dict(loaded: Any) -> dict[str, Any] | None:
         if container in loaded and (inner := _find_state_dict(loaded[container])) is not None:
             logger.warning("took the state dict under %r, and nothing else of the checkpoint", container)
             return inner
+    for names in _PAIRS:
+        encoder, decoder = (_find_state_dict(loaded.get(name)) for name in names)
+        if encoder is not None and decoder is not None:
+            logger.warning("joined the state dicts under %r and %r, and took nothing else of the checkpoint", *names)
+            halves = {"encoder": encoder, "decoder": decoder}
+            return {f"{half}.{name}": tensor for half, tensors in halves.items() for name, tensor in tensors.items()}
     return None
 
 

@@ -87,6 +87,11 @@ def recognise_arch(shapes: Shapes) -> str:
     for arch, (signature, _, _) in _ARCHITECTURES.items():
         if signature in shapes and len(shapes[signature]) == 2:
             return arch
+    if "gru.weight_hh_l0" in shapes:
+        raise InputError(
+            "this is one half of a recurrent model: save both halves in one file, as "
+            "{'encoder': encoder.state_dict(), 'decoder': decoder.state_dict()}"
+        )
     known = "; ".join(f"{arch} has {signature}" for arch, (signature, _, _) in _ARCHITECTURES.items())
     first = ", ".join(sorted(shapes)[:3]) or "none"
     raise InputError(f"no known architecture has these keys (the first: {first}); {known}")
