@@ -1,25 +1,25 @@
-"""The command line: `flax-tf inspect | port | check | generate`."""
+"""The command line: `flax-tf inspect | port | check | generate | attention`."""
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from flax_tf.command import DIFFERENT, OK, Parser, read_yaml, run
+from flax_tf.command import DIFFERENT, OK, Parser, enable_wide, read_yaml, run
 from flax_tf.config import Config, config_to_dict
-from flax_tf.data.tokenizer import encode, load_tokenizer
+from flax_tf.data.tokenizer import load_tokenizer
 from flax_tf.errors import InputError
-from flax_tf.generation import generate as generate_tokens
 from flax_tf.parity.check import check as check_tensors
 from flax_tf.porting import read_weights, torch_to_flax
 from flax_tf.porting.names import strip_wrappers
 from flax_tf.porting.recognise import recognise
-from flax_tf.saving import abstract, from_pretrained, read_config, save_pretrained
+from flax_tf.saving import abstract, read_config, save_pretrained
 from flax_tf.terminal import print_table
+from flax_tf.text_commands import attention, generate
 
 
 def inspect(ckpt: str) -> int:
@@ -52,8 +52,9 @@ def port(ckpt: str, out: str, config: str | None = None) -> int:
     """
     tensors = _read(ckpt)
     found = _config(ckpt, tensors, config)
-    tokenizer = load_tokenizer(ckpt) if (Path(ckpt) / "tokenizer.json").is_file() else None
-    save_pretrained(torch_to_flax(tensors, abstract(found)), out, tokenizer)
+    files = [Path(ckpt) / name for name in ("tokenizer.json", "target_tokenizer.json")]
+    tokenizers = [load_tokenizer(str(file)) if file.is_file() else None for file in files]
+    save_pretrained(torch_to_flax(tensors, abstract(found)), out, *tokenizers)
     print(f"ported {len(tensors)} tensors to {out}: {_describe(found)}")
     return OK
 
@@ -74,77 +75,28 @@ def check(ckpt: str, config: str | None = None, against: str | None = None) -> i
     return OK if report else DIFFERENT
 
 
-def generate(
-    directory: str,
-    prompt: str = "",
-    prompt_ids: list[int] | None = None,
-    max_tokens: int = 100,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    greedy: bool = False,
-    tokenizer: str | None = None,
-) -> int:
-    """Continues a prompt with a language model, and prints the whole text.
-
-    Args:
-        directory: What training exports or `flax-tf port` makes; also the directory of a training run.
-        prompt: The text to continue.
-        prompt_ids: Token ids to continue, such as '[5, 3]', in place of a prompt; prints ids.
-        max_tokens: Number of tokens to generate.
-        temperature: Divides the logits: below 1 closer to greedy, above 1 more varied.
-        top_k: Sample from the k most probable tokens.
-        top_p: Sample from the most probable tokens that together reach this probability.
-        seed: The same seed gives the same text.
-        greedy: The most probable token every time.
-        tokenizer: A tokenizer.json, a directory with one, or a hub name; by default the model's own.
-    """
-    if bool(prompt) == (prompt_ids is not None):
-        raise InputError("give the text to continue as --prompt, or token ids as --prompt_ids")
-    room = Path(directory)
-    if not (room / "config.json").is_file() and (room / "export").is_dir():
-        room = room / "export"
-    _enable_wide(read_weights(room))
-    model = from_pretrained(room)
-    encoder = None
-    if prompt:
-        if tokenizer is None and not (room / "tokenizer.json").is_file():
-            raise InputError(f"{room} has no tokenizer.json: name one with --tokenizer, or give --prompt_ids")
-        encoder = load_tokenizer(tokenizer or str(room))
-        prompt_ids = encode(encoder, prompt).tolist()
-    try:
-        prompt_array = np.array([prompt_ids], np.int64)
-    except OverflowError:
-        raise InputError(f"a token id of {prompt_ids} is outside every vocabulary") from None
-    tokens = generate_tokens(
-        model,
-        prompt_array,
-        max_tokens,
-        greedy=greedy,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )[0].tolist()
-    print(encoder.decode(tokens) if encoder else tokens)
-    return OK
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     return run("flax-tf", lambda: _dispatch(argv))
 
 
+# jsonargparse would ask for `--greedy true`.
+_FLAGS = {
+    "greedy": "Take the most probable token every time.",
+    "heads": "A panel for every head, in place of the mean of a layer's heads.",
+}
+
+
 def _dispatch(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="flax-tf", description="PyTorch transformers in JAX, with proof that they are the same model.")
     subcommands = parser.add_subcommands(dest="command")
-    functions = {function.__name__: function for function in (inspect, port, check, generate)}
+    functions = {function.__name__: function for function in (inspect, port, check, generate, attention)}
     for name, function in functions.items():
         subparser = Parser(description=(function.__doc__ or "").split("\n\n    Args:")[0])
-        subparser.add_function_arguments(function, as_positional=True, skip={"greedy"})
-        if function is generate:  # a bare flag: jsonargparse would ask for `--greedy true`
-            subparser.add_argument("--greedy", action="store_true", help="Take the most probable token every time.")
+        subparser.add_function_arguments(function, as_positional=True, skip=set(_FLAGS))
+        for flag, meaning in _FLAGS.items():
+            if flag in signature(function).parameters:
+                subparser.add_argument(f"--{flag}", action="store_true", help=meaning)
         subcommands.add_subcommand(name, subparser, help=(function.__doc__ or "").splitlines()[0])
     args: Any = parser.parse_args(argv)
     return functions[args.command](**args[args.command].as_dict())
@@ -154,16 +106,10 @@ def _read(path: str) -> dict[str, np.ndarray]:
     """A checkpoint's tensors under their bare names. Two names that become one stay, and fail as duplicates."""
     tensors = read_weights(path)
     names = strip_wrappers(tensors)
-    _enable_wide(tensors)
+    enable_wide(tensors)
     if len(set(names.values())) < len(names):
         return tensors
     return {names[key]: array for key, array in tensors.items()}
-
-
-def _enable_wide(tensors: Mapping[str, np.ndarray]) -> None:
-    """Turns JAX's 64-bit types on if the checkpoint holds any: nothing is cast without being asked."""
-    if any(array.dtype.itemsize == 8 for array in tensors.values()):
-        jax.config.update("jax_enable_x64", True)
 
 
 def _config(ckpt: str, tensors: Mapping[str, np.ndarray], file: str | None) -> Config:

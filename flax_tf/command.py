@@ -4,10 +4,12 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+import numpy as np
 import yaml
 from jsonargparse import ArgumentParser
 
@@ -47,6 +49,12 @@ def read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict | None):
         raise InputError(f"{file}: it must hold settings, one `name: value` a line")
     return content or {}
+
+
+def enable_wide(tensors: Mapping[str, np.ndarray]) -> None:
+    """Turns JAX's 64-bit types on if a checkpoint holds any: nothing is cast without being asked."""
+    if any(array.dtype.itemsize == 8 for array in tensors.values()):
+        jax.config.update("jax_enable_x64", True)
 
 
 def run(name: str, command: Callable[[], int]) -> int:

@@ -205,7 +205,7 @@ def wrong_inputs() -> list[Any]:
             (nothing, ["port", "{files}/lm.pt"], "out"),
             (nothing, ["inspect", "{files}/lm.pt", "--flag"], "unrecognized arguments: --flag"),
             (nothing, ["inspec", "{files}/lm.pt"], "invalid choice: 'inspec'"),
-            (nothing, [], "{inspect,port,check,generate}"),
+            (nothing, [], "{inspect,port,check,generate,attention}"),
             (nothing, ["generate", "{files}/lm", "--prompt_ids", "[5,37]"], "token id 37 is outside the"),
             (nothing, ["generate", "{files}/lm", "--prompt_ids", "[-1]"], "token id -1 is outside"),
             (nothing, ["generate", "{files}/lm", "--prompt_ids", f"[{2**70}]"], "is outside every vocabulary"),

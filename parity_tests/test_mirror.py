@@ -21,7 +21,8 @@ from flax_tf.layers import Buffer
 from flax_tf.porting.convert import torch_modules
 
 # Rooms of flax_tf that have no twin: what surrounds the models, and the leaf layers, whose twin is torch.nn.
-FLAX_ALONE = {"cli", "command", "errors", "files", "layers", "terminal", "__main__"}
+FLAX_ALONE = {"attention_maps", "cli", "command", "errors", "files", "layers", "terminal", "text_commands"}
+FLAX_ALONE |= {"translation", "__main__"}
 FILES = sorted({path.stem for path in Path(torch_ref.__file__).parent.glob("*.py")} - {"__init__"})
 SYSTEMS = pytest.mark.parametrize(
     "config", [BLOCK, BACKBONE, LANGUAGE_MODEL, TRANSFORMER, RNN, ATTN_RNN], ids=lambda config: config.arch

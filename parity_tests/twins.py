@@ -20,8 +20,10 @@ from torch_ref.saving import build
 @pytest.fixture(autouse=True, scope="module")
 def float64() -> Generator[None]:
     """For every test, and every fixture, of a module that imports it."""
+    before = jax.config.read("jax_enable_x64")
     with jax.enable_x64(True):
         yield
+    jax.config.update("jax_enable_x64", before)  # the command turns it on for a process
 
 
 def state_dict(model: torch.nn.Module) -> dict[str, np.ndarray]:
