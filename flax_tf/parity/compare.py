@@ -88,7 +88,10 @@ def _gradient_rows(torch64: Capture, torch32: Capture, flax64: Capture, flax32: 
         return float(np.linalg.norm(gradient)) <= rounding
 
     def error(gradient: np.ndarray, truth: np.ndarray) -> float:
-        return 0.0 if zero(truth) and zero(gradient) else relative_error(gradient, truth)
+        if zero(truth) and zero(gradient):
+            return 0.0
+        part = float(np.linalg.norm(truth)) / whole if gradient.dtype == np.float32 else 1.0
+        return relative_error(gradient, truth) * min(1.0, part / tolerances.SMALL_GRADIENT)
 
     return [
         Row("gradient", name, "", *(error(side.gradients[name], truth) for side in (flax64, flax32, torch32)))

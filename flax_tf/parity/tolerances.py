@@ -22,6 +22,12 @@ OUTPUT_FLOAT32_FLOOR = 4 * float(np.finfo(np.float32).eps)
 # is off by hundreds of units.
 GRADIENT_FLOAT32_FLOOR = 10 * OUTPUT_FLOAT32_FLOOR
 
+# A gradient that is small beside the others is what is left after cancellation, such as that of a query's projection in
+# additive attention, whose shift of all scores the softmax nearly takes out: 2e-4 of the whole gradient's norm, with 7
+# times PyTorch's float32 error on the one set of weights and less than PyTorch's on the next. So in float32 an error is
+# taken relative to at least this part of the whole.
+SMALL_GRADIENT = 1e-2
+
 # Some gradients are zero in exact arithmetic (a key's bias shifts every score of a query alike, and the softmax takes
 # the shift out). What is computed is noise, without a relative error. Both sides at most this many roundings of the
 # whole gradient's norm count as zero.
