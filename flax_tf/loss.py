@@ -76,7 +76,7 @@ def language_model_loss(
 
 def sequence_cross_entropy(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], pad_id: int, label_smoothing: float = 0.0
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The summed cross-entropy of the targets that are not padding, in nats, and how many these are.
 
     The quotient is `torch.nn.CrossEntropyLoss(ignore_index=pad_id, label_smoothing=label_smoothing)`: of the label
@@ -86,15 +86,15 @@ def sequence_cross_entropy(
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     V = logits.shape[-1]
     # One pass over the vocabulary, where a gather's gradient would take another array of the logits' size.
-    labels = (1 - label_smoothing) * (jnp.arange(V) == targets[..., None]) + label_smoothing / V  # (B, T, V)
+    labels = (1 - label_smoothing) * jax.nn.one_hot(targets, V, dtype=logits.dtype) + label_smoothing / V  # (B, T, V)
     losses = jax.nn.logsumexp(logits, axis=-1) - (labels * logits).sum(axis=-1)  # (B, T)
     real = targets != pad_id
-    return jnp.where(real, losses, 0).sum(), real.sum()
+    return jnp.where(real, losses, 0).sum(), real.sum(dtype=losses.dtype)
 
 
 def sequence_loss(
     model: Transformer | Seq2Seq | AttnSeq2Seq, batch: dict[str, Array], label_smoothing: float = 0.0, **kwargs
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The summed loss of the next target token at every position that is not padding, and how many there are.
 
     A batch holds `source`, int [B, S], and `target`, int [B, T + 1], whose first tokens no loss asks for: the decoder

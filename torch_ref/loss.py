@@ -45,7 +45,7 @@ def language_model_loss(model: LanguageModel, batch: dict[str, Tensor]) -> tuple
 
 def sequence_cross_entropy(
     logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], pad_id: int, label_smoothing: float = 0.0
-) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """The summed cross-entropy of the targets that are not padding, in nats, and how many these are.
 
     The quotient is `torch.nn.CrossEntropyLoss(ignore_index=pad_id, label_smoothing=label_smoothing)`.
@@ -53,12 +53,12 @@ def sequence_cross_entropy(
     loss = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=pad_id, label_smoothing=label_smoothing, reduction="sum"
     )
-    return loss, (targets != pad_id).sum()
+    return loss, (targets != pad_id).sum(dtype=loss.dtype)
 
 
 def sequence_loss(
     model: Transformer | Seq2Seq | AttnSeq2Seq, batch: dict[str, Tensor], label_smoothing: float = 0.0
-) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """The summed loss of the next target token at every position that is not padding, and how many there are.
 
     A batch holds `source`, int [B, S], and `target`, int [B, T + 1]; the decoder reads target[:, :-1], and its answers
