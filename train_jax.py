@@ -69,7 +69,7 @@ def train(config: RunConfig, settings: str) -> int:
         with Metrics(run_dir, step, total_steps) as metrics:
             clock, counted = time.perf_counter(), float(state.token_count)
             while step < total_steps:
-                batch = task.train_batches(step)
+                batch: Any = task.train_batches[step]
                 state = programs[shapes(batch)](state, shard(mesh, batch))
                 step += 1
                 last = step == total_steps

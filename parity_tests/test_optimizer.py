@@ -9,7 +9,7 @@ import pytest
 import torch
 from flax import nnx
 from models import LANGUAGE_MODEL, ids, reference, twin
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
 from flax_tf.errors import InputError
 from flax_tf.loss import language_model_loss
@@ -33,6 +33,8 @@ def torch_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, st
     warmup, floor = config.warmup_steps, config.min_learning_rate
     if config.schedule == "cosine":
         after = CosineAnnealingLR(optimizer, max(1, steps - 1 - warmup), eta_min=floor)
+    elif config.schedule == "inverse_sqrt":
+        after = LambdaLR(optimizer, lambda step: ((warmup + 1) / (step + warmup + 1)) ** 0.5)
     else:
         after = ConstantLR(optimizer, 1.0)
     if not warmup:
@@ -160,7 +162,7 @@ def test_clipping_is_torchs(max_norm: float) -> None:
         assert relative_error(np.asarray(a), param.grad.numpy()) <= SAME_GRADIENTS
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt"])
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 23), (1, 23), (7, 23), (22, 23), (29, 23)])
 def test_the_list_of_rates_is_torchs(schedule, warmup: int, steps: int) -> None:
     config = OptimizerConfig(learning_rate=3e-3, min_learning_rate=2e-4, schedule=schedule, warmup_steps=warmup)
@@ -178,6 +180,19 @@ def test_the_list_of_rates_is_torchs(schedule, warmup: int, steps: int) -> None:
     assert ours[0] == pytest.approx(3e-3 / (warmup + 1), rel=1e-12)  # no step is wasted on a rate of zero
     if schedule == "cosine" and steps > warmup + 1:
         assert ours[-1] == pytest.approx(2e-4, rel=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [1, 7, 4000])
+def test_the_inverse_square_root_is_that_of_the_paper(warmup: int) -> None:
+    """Vaswani et al. 2017, equation 3: d^-0.5 min(s^-0.5, s w^-1.5), with steps s from 1."""
+    d_model = 512
+    peak = (d_model * warmup) ** -0.5
+    config = OptimizerConfig(learning_rate=peak, schedule="inverse_sqrt", warmup_steps=warmup - 1)
+    s = np.arange(1, 9001)
+    paper = d_model**-0.5 * np.minimum(s**-0.5, s * warmup**-1.5)
+    with jax.enable_x64(True):
+        ours = jax.vmap(learning_rates(config, 9000))(jnp.arange(9000, dtype=jnp.int32))
+    np.testing.assert_allclose(ours, paper, rtol=1e-13)  # a few roundings of 1e-16, and 1e-14 in a float warm-up
 
 
 @pytest.mark.parametrize(

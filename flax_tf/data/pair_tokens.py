@@ -218,9 +218,3 @@ def _check_special(name: str, text: TokenizedText, special: SpecialIds) -> None:
 
 def _token_counts(text: TokenizedText) -> Int[np.ndarray, "lines"]:
     return np.diff(text.ends, prepend=0)
-
-
-def text_of(tokens: Int[np.ndarray, "T"], tokenizer: Tokenizer, end_id: int) -> str:
-    """The text of target tokens up to the end token, or of all if there is none; special tokens have no text."""
-    ended = np.flatnonzero(tokens == end_id)
-    return tokenizer.decode(tokens[: ended[0] if len(ended) else None].tolist()).strip()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -24,6 +25,7 @@ def language_modelling(config: LanguageModelRun) -> Task:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
     prompt = _prompt_ids(config, data)
     batches = train_batches(data, config.batch_size, config.seed)
+    example: Any = batches[0]
 
     def show(model: nnx.Module) -> str:
         sample = config.sample
@@ -41,9 +43,9 @@ def language_modelling(config: LanguageModelRun) -> Task:
         key=data.key,
         loss=language_model_loss,
         valid_loss=language_model_loss,
-        train_batches=batches.__getitem__,
+        train_batches=batches,
         steps_per_epoch=steps_per_epoch(data, config.batch_size),
-        shapes=[batches[0]],
+        shapes=[example],
         valid_batches=valid_batches(data, config.batch_size),
         tokenizers=[data.tokenizer],
         measure=lambda model, over: {},

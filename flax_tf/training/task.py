@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grain
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -28,12 +29,12 @@ class Task:
     loss: LossFunction
     valid_loss: LossFunction
 
-    train_batches: Callable[[int], HostBatch]
-    """The batch of step k, from 0; the same for the same k."""
+    train_batches: grain.MapDataset
+    """The batch of step k, from 0 and without end; the same for the same k."""
     steps_per_epoch: int
     shapes: Sequence[HostBatch]
     """A training batch of each shape that there is: what the step is compiled for."""
-    valid_batches: Sequence[HostBatch]
+    valid_batches: grain.MapDataset
     """The validation split, in order."""
 
     tokenizers: Sequence[Tokenizer]

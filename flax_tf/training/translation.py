@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 from tokenizers import Tokenizer
 
 from flax_tf.data.batches import check_ids
 from flax_tf.data.pair_batches import example_batches, make_buckets, steps_per_epoch, train_batches, valid_batches
-from flax_tf.data.pair_tokens import PairData, SpecialIds, prepare_pairs, text_of
+from flax_tf.data.pair_tokens import PairData, SpecialIds, prepare_pairs
 from flax_tf.data.pairs import RANDOM
 from flax_tf.data.random_pairs import random_batch
 from flax_tf.decoding import beam_search, greedy_search
@@ -20,6 +21,7 @@ from flax_tf.loss import sequence_loss
 from flax_tf.training.config import AttnRNNRun, DecodingConfig, RNNRun, TransformerRun
 from flax_tf.training.scores import SCORES
 from flax_tf.training.task import HostBatch, Task
+from flax_tf.translation import decode_target
 
 
 def translation(config: TransformerRun | RNNRun | AttnRNNRun, devices: int) -> Task:
@@ -72,7 +74,7 @@ def translation(config: TransformerRun | RNNRun | AttnRNNRun, devices: int) -> T
         key=data.key,
         loss=partial(sequence_loss, label_smoothing=config.label_smoothing),
         valid_loss=sequence_loss,
-        train_batches=batches.__getitem__,
+        train_batches=batches,
         steps_per_epoch=steps_per_epoch(buckets["train"]),
         shapes=example_batches(data.train, buckets["train"]),
         valid_batches=held_out["valid"],
@@ -88,6 +90,7 @@ def _memorising(config: TransformerRun | RNNRun | AttnRNNRun) -> Task:
         if getattr(config.model, name) is None:
             raise InputError(f"data.source is {RANDOM}: set model.{name}, for there is no text to take it from")
     batch = random_batch(config.model, config.batch_size, config.data.max_length, config.seed)
+    batches = grain.MapDataset.source([batch])
     return Task(
         config=config,
         name="random ids",
@@ -95,10 +98,10 @@ def _memorising(config: TransformerRun | RNNRun | AttnRNNRun) -> Task:
         key=RANDOM,
         loss=partial(sequence_loss, label_smoothing=config.label_smoothing),
         valid_loss=sequence_loss,
-        train_batches=lambda step: batch,
+        train_batches=batches.repeat(),
         steps_per_epoch=1,
         shapes=[batch],
-        valid_batches=[batch],
+        valid_batches=batches,
         tokenizers=[],
         measure=lambda model, over: {},
         show=lambda model: "",
@@ -129,5 +132,5 @@ def translate_batches(
             tokens = best.tokens[:, 0]
         for pair, row in zip(batch["pair"].tolist(), np.asarray(tokens), strict=True):
             if pair >= 0:
-                texts[pair] = text_of(row, tokenizer, model.config.end_id)
+                texts[pair] = decode_target(model.config, tokenizer, row)
     return [texts[pair] for pair in sorted(texts)]
