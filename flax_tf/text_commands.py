@@ -20,7 +20,15 @@ from flax_tf.errors import InputError
 from flax_tf.generation import generate as generate_tokens
 from flax_tf.porting import read_weights
 from flax_tf.saving import from_pretrained, read_config
-from flax_tf.translation import Translation, check_tokenizer, decode_target, encode_source, translate
+from flax_tf.translation import (
+    Translation,
+    check_tokenizer,
+    decode_target,
+    encode_source,
+    id_array,
+    translate,
+    translate_ids,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +39,7 @@ def generate(
     prompt_ids: list[int] | None = None,
     source: str = "",
     source_file: str = "",
+    source_ids: list[int] | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -50,6 +59,7 @@ def generate(
         prompt_ids: Language models: token ids to continue, such as '[5, 3]', in place of a prompt; prints ids.
         source: Translators: the sentence to translate.
         source_file: Translators: a text file (perhaps .gz) of sentences, a line each; prints a line for each.
+        source_ids: Translators: token ids to translate, such as '[5, 3]', in place of a sentence; prints ids.
         max_tokens: Language models: number of tokens to generate, by default 100. Translators: the most tokens of a
             translation, by default all that the model allows.
         temperature: Language models: divides the logits; below 1 closer to greedy, above 1 more varied; by default 1.
@@ -65,7 +75,7 @@ def generate(
     room, config = _open(directory)
     prompting = {"prompt": prompt or None, "prompt_ids": prompt_ids}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    sources = {"source": source or None, "source_file": source_file or None}
+    sources = {"source": source or None, "source_file": source_file or None, "source_ids": source_ids}
     searching = {"beam_size": beam_size, "length_penalty": length_penalty, "n_best": n_best}
     if not isinstance(config, TransformerConfig | RNNConfig):
         _refuse(sources | searching, f"for translators only, and {room} holds a {config.arch}")
@@ -75,11 +85,17 @@ def generate(
     _refuse(prompting | sampling, f"for language models only, and {room} holds a {config.arch}")
     if greedy:
         _refuse(searching, "for beam search only: leave out --greedy")
-    if bool(source.strip()) == bool(source_file):
-        raise InputError("give a sentence, not empty, as --source, or a file of sentences as --source_file")
+    options: dict[str, Any] = {name: value for name, value in searching.items() if value is not None}
+    if bool(source.strip()) + bool(source_file) + (source_ids is not None) != 1:
+        raise InputError("give a sentence, not empty, as --source, or a file of them as --source_file, or --source_ids")
+    if source_ids is not None:
+        _print(
+            [translate_ids(from_pretrained(room), source_ids, greedy=greedy, max_tokens=max_tokens, **options)],
+            n_best or 1,
+        )
+        return OK
     lines = list(read_lines(Path(source_file))) if source_file else [source]
     model, source_tokenizer, target_tokenizer = _translator(room, tokenizer)
-    options: dict[str, Any] = {name: value for name, value in searching.items() if value is not None}
     with waiting(f"translating {len(lines):,} lines") as status:
         translations = translate(
             model,
@@ -173,10 +189,7 @@ def _continue(
     if prompt:
         encoder = load_tokenizer(_tokenizer_place(room, tokenizer, ", or give --prompt_ids"))
         prompt_ids = encode(encoder, prompt).tolist()
-    try:
-        prompt_array = np.array([prompt_ids], np.int64)
-    except OverflowError:
-        raise InputError(f"a token id of {prompt_ids} is outside every vocabulary") from None
+    prompt_array = id_array(prompt_ids or [])[None]
     options = {name: value for name, value in sampling.items() if value is not None}
     tokens = generate_tokens(model, prompt_array, max_tokens, greedy=greedy, **options)[0].tolist()
     print(encoder.decode(tokens) if encoder else tokens)

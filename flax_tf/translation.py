@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from tokenizers import Tokenizer
 
 from flax_tf.config import RNNConfig, TransformerConfig
@@ -88,11 +88,7 @@ def translate(
             for row in range(rows):
                 ids = sources[batch[min(row, len(batch) - 1)]]
                 src[row, : len(ids)] = ids
-            if greedy:
-                tokens, scores = (np.asarray(array)[:, None] for array in greedy_search(model, src, max_tokens))
-            else:
-                found = beam_search(model, src, beam_size, max_tokens, length_penalty, n_best)
-                tokens, scores = (np.asarray(array) for array in found)
+            tokens, scores = _search(model, src, greedy, beam_size, length_penalty, n_best, max_tokens)
             for number, rows_of_tokens, row_of_scores in zip(batch, tokens, scores, strict=False):
                 translations[number] = Translation(
                     [
@@ -104,6 +100,55 @@ def translate(
             done += len(batch)
             report(done)
     return translations
+
+
+def translate_ids(
+    model: Model,
+    ids: Sequence[int],
+    *,
+    greedy: bool = False,
+    beam_size: int = 5,
+    length_penalty: float = 0.6,
+    n_best: int = 1,
+    max_tokens: int | None = None,
+) -> Translation:
+    """The translation of source ids, as lists of target ids without the end id in place of texts.
+
+    Args and errors as of `translate`; also InputError for ids or a length outside the model's tables.
+    """
+    tokens, scores = _search(model, id_array(ids)[None], greedy, beam_size, length_penalty, n_best, max_tokens)
+    return Translation(
+        [
+            Hypothesis(str(_until_end(model.config, row).tolist()), float(score))
+            for row, score in zip(tokens[0], scores[0], strict=True)
+            if score > -np.inf
+        ]
+    )
+
+
+def _search(
+    model: Model,
+    src: Int[np.ndarray, "B S"],
+    greedy: bool,
+    beam_size: int,
+    length_penalty: float,
+    n_best: int,
+    max_tokens: int | None,
+) -> tuple[Int[np.ndarray, "B n T"], Float[np.ndarray, "B n"]]:
+    if greedy:
+        tokens, scores = (np.asarray(array)[:, None] for array in greedy_search(model, src, max_tokens))
+    else:
+        found = beam_search(model, src, beam_size, max_tokens, length_penalty, n_best)
+        tokens, scores = (np.asarray(array) for array in found)
+    return tokens, scores
+
+
+def id_array(ids: Sequence[int]) -> Int[np.ndarray, "T"]:
+    """The ids in an array. Raises InputError for one that no integer type holds."""
+    try:
+        return np.array(ids, np.int64)
+    except OverflowError:
+        raise InputError(f"a token id of {list(ids)} is outside every vocabulary") from None
 
 
 def check_tokenizer(config: TransformerConfig | RNNConfig, tokenizer: Tokenizer) -> None:
@@ -135,11 +180,15 @@ def encode_source(config: TransformerConfig | RNNConfig, tokenizer: Tokenizer, t
 
 def decode_target(config: TransformerConfig | RNNConfig, tokenizer: Tokenizer, tokens: Int[np.ndarray, "T"]) -> str:
     """The text, on one line, of a hypothesis up to its end id."""
-    ids = tokens.tolist()
-    if config.end_id in ids:
-        ids = ids[: ids.index(config.end_id)]
-    text = tokenizer.decode([i for i in ids if i not in (config.pad_id, config.start_id)])
+    ids = _until_end(config, tokens)
+    text = tokenizer.decode([i for i in ids.tolist() if i not in (config.pad_id, config.start_id)])
     return text.replace("\n", " ").replace("\r", " ")
+
+
+def _until_end(config: TransformerConfig | RNNConfig, tokens: Int[np.ndarray, "T"]) -> Int[np.ndarray, "n"]:
+    """The tokens before the first end id, or all."""
+    ends = np.flatnonzero(tokens == config.end_id)
+    return tokens[: ends[0]] if len(ends) else tokens
 
 
 def _padded_length(config: TransformerConfig | RNNConfig, length: int) -> int:

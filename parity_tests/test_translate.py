@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -219,6 +220,24 @@ def test_lines_that_cannot_be_translated_are_empty_and_reported(files: Path, cap
     ]
 
 
+def test_ids_in_ids_out(files: Path, capsys) -> None:
+    ids = [4, 3, 7]
+    command = ["generate", files / "bare", "--source_ids", str(ids), "--max_tokens", "5"]
+    _, model = translator(PLAIN)
+
+    def until_end(row: np.ndarray) -> list[int]:
+        return [*itertools.takewhile(lambda token: token != PLAIN.end_id, row.tolist())]
+
+    greedy = until_end(np.asarray(greedy_search(model, np.array([ids]), 5).tokens[0]))
+    assert run(capsys, *command, "--greedy") == [str(greedy)]
+    found = beam_search(model, np.array([ids]), 3, 5, n_best=2)
+    lines = run(capsys, *command, "--beam_size", "3", "--n_best", "2")
+    rows = [until_end(row) for row in np.asarray(found.tokens[0])]
+    assert [line.split("\t")[::2] for line in lines] == [["1", str(row)] for row in rows]
+    # As printed, to six digits.
+    assert [float(line.split("\t")[1]) for line in lines] == pytest.approx(found.scores[0].tolist(), abs=1e-6)
+
+
 def test_one_tokenizer_for_both_sides(tmp_path: Path, capsys) -> None:
     tokenizer = bpe_tokenizer(["der Hund", "the dog"] * 3, 271, SPECIAL, sentences=True)
     size = vocabulary_size(tokenizer)
@@ -249,16 +268,22 @@ def test_a_saved_model_with_two_tokenizers_is_ported_and_replaced(files: Path, t
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["transformer"], "give a sentence, not empty, as --source, or a file of sentences as --source_file"),
+        (["transformer"], "give a sentence, not empty, as --source, or a file of them as --source_file, or --source_i"),
         (["transformer", "--source", ""], "give a sentence, not empty, as --source"),
         (["transformer", "--source", " "], "give a sentence, not empty, as --source"),
-        (["transformer", "--source", "abc", "--source_file", "lines.txt"], "or a file of sentences as --source_file"),
+        (["transformer", "--source", "abc", "--source_file", "lines.txt"], "or a file of them as --source_file"),
         (["transformer", "--source", "abß"], "--source: the tokenizer of characters doesn't know 'ß'"),
         (["transformer", "--source", "a</s>"], "--source: the text of a special token in it: </s>"),
         (["transformer", "--source", "a" * 20], "--source: longer than the 19 tokens that the model takes"),
         (["transformer", "--source_file", "nowhere.txt"], "nowhere.txt: can't be read"),
         (["transformer", "--source_file", "lm"], "lm: can't be read"),
         (["transformer", "--source_file", "latin.txt"], "latin.txt: not UTF-8 text (line 2)"),
+        (["bare", "--source_ids", "[3, 13]"], "token id 13 is outside the vocabulary of 13"),
+        (["bare", "--source_ids", "[]"], "the source is empty: give at least one token"),
+        (["bare", "--source_ids", "[99999999999999999999]"], "is outside every vocabulary"),
+        (["transformer", "--source_ids", str([3] * 20)], "20 positions, but the position table has 19"),
+        (["rnn", "--source_ids", "[3]", "--source", "abc"], "give a sentence, not empty, as --source"),
+        (["lm", "--source_ids", "[3]"], "--source_ids: for translators only"),
         (["bare", "--source", "abc"], "bare has no tokenizer.json: name one with --tokenizer"),
         (["nowhere", "--source", "abc"], "nowhere does not exist"),
         (["rnn", "--source", "abc", "--max_tokens", "0"], "max_tokens must be at least 1, not 0"),
