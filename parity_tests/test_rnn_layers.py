@@ -1,5 +1,6 @@
 """GRU and LSTM against torch.nn.GRU and torch.nn.LSTM."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,12 @@ from flax_tf.porting.convert import flax_to_torch, torch_to_flax
 
 B, T, INPUT, HIDDEN = 3, 7, 5, 11
 KINDS = {"gru": (torch.nn.GRU, GRU), "lstm": (torch.nn.LSTM, LSTM)}
-OPTIONS = [{"bias": False}, {"num_layers": 2, "bidirectional": True}]
+ALL_OPTIONS = [
+    {"num_layers": layers, "bidirectional": both_ways, "bias": bias}
+    for layers in (1, 2)
+    for both_ways in (False, True)
+    for bias in (False, True)
+]
 
 
 def layers(kind: str, **options) -> tuple[torch.nn.Module, GRU | LSTM]:
@@ -32,35 +38,25 @@ def random(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_gradients(kind):
-    assert_same(*layers(kind, num_layers=2, bidirectional=True), random(B, T, INPUT))
+def test_long_sequences_and_gradients(kind):
+    assert_same(*layers(kind, num_layers=2, bidirectional=True), random(B, 101, INPUT))
 
 
+@pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_sequence_and_single_step(kind):
-    reference, layer = layers(kind, bias=False)
-    assert_same(reference, layer, random(2, 211, INPUT))
-    x = random(2, 1, INPUT)
-    # The contract for outputs: a few hundred roundings.
-    assert relative_error(run(layer, x)[0], reference(torch.from_numpy(x))[0].detach()) <= 1e-12
+def test_outputs_from_a_given_state(kind, options):
+    reference, layer = layers(kind, **options)
+    count = options["num_layers"] * (1 + options["bidirectional"])
+    x, hidden, cell = random(B, T, INPUT), random(count, B, HIDDEN), random(count, B, HIDDEN) / 2
+    state = hidden if kind == "gru" else (hidden, cell)
+    expected, ends = reference(torch.from_numpy(x), jax.tree.map(torch.from_numpy, state))
+    output, lasts = run(layer, x, state)
+    for value, truth in zip(jax.tree.leaves((output, lasts)), jax.tree.leaves((expected, ends)), strict=True):
+        # The contract for outputs: a few hundred roundings.
+        assert relative_error(value, truth.detach()) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_start_from_a_given_state(kind):
-    reference, layer = layers(kind, num_layers=2, bidirectional=True)
-    x, hidden, cell = random(B, T, INPUT), random(4, B, HIDDEN), random(4, B, HIDDEN) / 2
-    if kind == "gru":
-        expected, end = reference(torch.from_numpy(x), torch.from_numpy(hidden))
-        output, last = run(layer, x, hidden)
-    else:
-        expected, (end, _) = reference(torch.from_numpy(x), (torch.from_numpy(hidden), torch.from_numpy(cell)))
-        output, (last, _) = run(layer, x, (hidden, cell))
-    # The contract for outputs: a few hundred roundings.
-    assert relative_error(output, expected.detach()) <= 1e-12
-    assert relative_error(last, end.detach()) <= 1e-12
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_port_both_ways(kind, options):
     reference, layer = layers(kind, **options)

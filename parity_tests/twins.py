@@ -26,6 +26,10 @@ def float64() -> Generator[None]:
     jax.config.update("jax_enable_x64", before)  # the command turns it on for a process
 
 
+# LLVM's optimisation takes longer than it saves in a test, and changes no formula.
+quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def state_dict(model: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: torch_to_numpy(tensor) for name, tensor in model.state_dict().items()}
 
@@ -59,7 +63,7 @@ def assert_same(reference: torch.nn.Module, model: Any, *inputs: np.ndarray) -> 
         outputs = jax.tree.leaves(nnx.merge(graph, parameters, rest)(*inputs))
         return sum((leaf * weight).sum() for leaf, weight in zip(outputs, weights, strict=True)), outputs
 
-    gradients, outputs = jax.jit(jax.grad(scalar, has_aux=True))(parameters, rest, inputs, weights)
+    gradients, outputs = quick_jit(jax.grad(scalar, has_aux=True))(parameters, rest, inputs, weights)
     for value, truth in zip(outputs, expected, strict=True):
         # The contract: a few hundred roundings of 1e-16.
         assert relative_error(value, truth) <= 1e-12
@@ -86,7 +90,7 @@ def run_with_dropout(model: Any, *inputs: Any, seed: int) -> Any:
     return _run(graph, state, inputs, {"dropout": jax.random.key(seed)})
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(quick_jit, static_argnums=0)
 def _run(graph: Any, state: Any, inputs: tuple[Any, ...], keys: dict[str, Any]) -> Any:
     return nnx.merge(graph, state)(*inputs, rngs=nnx.Rngs(**keys) if keys else None)
 
