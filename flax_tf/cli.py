@@ -1,5 +1,6 @@
 """The command line: `flax-tf inspect | port | check | generate | attention`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from flax_tf.command import DIFFERENT, OK, Parser, enable_wide, read_yaml, run
+from flax_tf.command import DIFFERENT, OK, Parser, enable_wide, read_yaml, run, wrong_value
 from flax_tf.config import Config, config_to_dict
 from flax_tf.data.tokenizer import load_tokenizer
 from flax_tf.errors import InputError
@@ -17,7 +18,7 @@ from flax_tf.parity.check import check as check_tensors
 from flax_tf.porting import read_weights, torch_to_flax
 from flax_tf.porting.names import strip_wrappers
 from flax_tf.porting.recognise import recognise
-from flax_tf.saving import abstract, read_config, save_pretrained
+from flax_tf.saving import abstract, model_directory, read_config, save_pretrained
 from flax_tf.terminal import print_table
 from flax_tf.text_commands import attention, generate
 
@@ -98,8 +99,18 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             if flag in signature(function).parameters:
                 subparser.add_argument(f"--{flag}", action="store_true", help=meaning)
         subcommands.add_subcommand(name, subparser, help=(function.__doc__ or "").splitlines()[0])
-    args: Any = parser.parse_args(argv)
-    return functions[args.command](**args[args.command].as_dict())
+    try:
+        args: Any = parser.parse_args(argv)
+    except InputError as error:
+        if wrong := wrong_value(error):
+            kinds = [kind for kind in re.findall(r"Expected an? <class '(\w+)'>", str(error)) if kind != "NoneType"]
+            raise InputError(f"--{wrong[0]} must be a valid {' or '.join(kinds) or 'value'}, not {wrong[1]}") from None
+        raise
+    given = args[args.command].as_dict()
+    for name in ("ckpt", "against"):
+        if given.get(name):
+            given[name] = str(model_directory(given[name]))
+    return functions[args.command](**given)
 
 
 def _read(path: str) -> dict[str, np.ndarray]:

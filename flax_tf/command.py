@@ -26,6 +26,12 @@ class Parser(ArgumentParser):
         raise InputError(" ".join(message.split()))
 
 
+def wrong_value(error: InputError) -> tuple[str, str] | None:
+    """The name and the value of the argument that a parser's error is about, if it is about one."""
+    found = re.search(r'Parser key "([\w.]+)":.*(?:Got|Given) value: (.*)$', str(error))
+    return (found[1], found[2]) if found else None
+
+
 class _Loader(yaml.SafeLoader):
     """Reads 1e-5 as a number, as YAML 1.2 and jsonargparse do."""
 

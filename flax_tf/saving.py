@@ -61,6 +61,12 @@ def abstract(config: Config) -> Any:
     return nnx.eval_shape(lambda: build(config))
 
 
+def model_directory(path: str | os.PathLike) -> Path:
+    """The path itself; of a training run's directory, its export."""
+    path = Path(path)
+    return path / "export" if not (path / "config.json").is_file() and (path / "export").is_dir() else path
+
+
 def read_config(directory: str | os.PathLike) -> Config:
     """The config in a saved directory. Raises InputError if there is none, or it is not one of ours."""
     path = Path(directory) / "config.json"

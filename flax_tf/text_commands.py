@@ -19,10 +19,10 @@ from flax_tf.decoding import Model, greedy_search
 from flax_tf.errors import InputError
 from flax_tf.generation import generate as generate_tokens
 from flax_tf.porting import read_weights
-from flax_tf.saving import from_pretrained, read_config
+from flax_tf.saving import from_pretrained, model_directory, read_config
 from flax_tf.translation import (
     Translation,
-    check_tokenizer,
+    check_tokenizers,
     decode_target,
     encode_source,
     id_array,
@@ -86,7 +86,9 @@ def generate(
     if greedy:
         _refuse(searching, "for beam search only: leave out --greedy")
     options: dict[str, Any] = {name: value for name, value in searching.items() if value is not None}
-    if bool(source.strip()) + bool(source_file) + (source_ids is not None) != 1:
+    if sum(value is not None for value in sources.values()) > 1:
+        raise InputError("give only one of --source, --source_file and --source_ids")
+    if not (source.strip() or source_file or source_ids is not None):
         raise InputError("give a sentence, not empty, as --source, or a file of them as --source_file, or --source_ids")
     if source_ids is not None:
         _print(
@@ -138,8 +140,10 @@ def attention(
         raise InputError("give the sentence to translate, not empty, as --source")
     if not out.lower().endswith(".png"):
         raise InputError(f"--out {out}: the picture is a PNG, so end the name in .png")
+    if not Path(out).parent.is_dir():
+        raise InputError(f"--out {out}: there is no directory {Path(out).parent}")
     model, source_tokenizer, target_tokenizer = _translator(room, tokenizer)
-    check_tokenizer(config, source_tokenizer)
+    check_tokenizers(config, source_tokenizer, target_tokenizer)
     try:
         src = encode_source(config, source_tokenizer, source)[None]
     except InputError as error:
@@ -159,9 +163,7 @@ def attention(
 
 def _open(directory: str) -> tuple[Path, Config]:
     """The directory of the model (of a training run: its export) and the model's config."""
-    room = Path(directory)
-    if not (room / "config.json").is_file() and (room / "export").is_dir():
-        room = room / "export"
+    room = model_directory(directory)
     enable_wide(read_weights(room))
     return room, read_config(room)
 

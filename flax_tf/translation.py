@@ -60,10 +60,10 @@ def translate(
         batch_size: lines at a time.
         report: called with the number of lines that are done.
 
-    Raises InputError if the source tokenizer has more ids than the model, or for options out of range.
+    Raises InputError if a tokenizer has more ids than the model, or for options out of range.
     """
     config = model.config
-    check_tokenizer(config, source_tokenizer)
+    check_tokenizers(config, source_tokenizer, target_tokenizer)
     limit = config.max_seq_length if isinstance(config, TransformerConfig) else None
     if max_tokens is not None and (max_tokens < 1 or (limit is not None and max_tokens > limit)):
         raise InputError(f"max_tokens must be {'at least 1' if limit is None else f'1 to {limit}'}, not {max_tokens}")
@@ -151,11 +151,18 @@ def id_array(ids: Sequence[int]) -> Int[np.ndarray, "T"]:
         raise InputError(f"a token id of {list(ids)} is outside every vocabulary") from None
 
 
-def check_tokenizer(config: TransformerConfig | RNNConfig, tokenizer: Tokenizer) -> None:
-    """Raises InputError if the source tokenizer has more ids than the model."""
-    tokens, rows = vocabulary_size(tokenizer), config.src_token_count()
-    if tokens > rows:
-        raise InputError(f"the source tokenizer has ids up to {tokens - 1}, but the model is for {rows} source tokens")
+def check_tokenizers(config: TransformerConfig | RNNConfig, source: Tokenizer, target: Tokenizer) -> None:
+    """Raises InputError if a tokenizer has more ids than the model."""
+    for side, tokenizer, rows in (
+        ("source", source, config.src_token_count()),
+        ("target", target, config.tgt_token_count()),
+    ):
+        tokens = vocabulary_size(tokenizer)
+        if tokens > rows:
+            raise InputError(
+                f"the {side} tokenizer has ids up to {tokens - 1}, but the model is for {rows} {side} tokens: give its "
+                "own tokenizer.json and, if the sides differ, target_tokenizer.json"
+            )
 
 
 def encode_source(config: TransformerConfig | RNNConfig, tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "S"]:

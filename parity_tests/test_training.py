@@ -340,7 +340,7 @@ WRONG = {
     "not-a-mapping": (["--config", "list.yaml"], "list.yaml: it must hold settings"),
     "missing-config": (["--config", "none.yaml"], "config file none.yaml: No such file or directory"),
     "unknown-flag": (["--stepz", "3"], "unknown flag --stepz: did you mean --steps?"),
-    "unknown-preset": (["--preset", "docz"], "unknown preset 'docz': did you mean docs? there are docs, nanogpt-cpu"),
+    "unknown-preset": (["--preset", "docz"], "unknown preset 'docz': did you mean docs? there are dates, dates-rnn"),
     "type": (["--steps", "many"], "steps must be int | null, not many"),
     "choice": (["--optimizer.name", "adagrad"], "optimizer.name must be one of adamw, adam, sgd, muon, not adagrad"),
     "empty-text": (["--data", "empty.txt"], "empty.txt: no text in it"),

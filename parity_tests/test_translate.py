@@ -130,6 +130,10 @@ def test_wrong_options_of_the_function() -> None:
         InputError, match="the source tokenizer has ids up to 15, but the model is for 13 source tokens"
     ):
         translate(model, other, TARGET, ["abc"])
+    with pytest.raises(
+        InputError, match=r"the target tokenizer has ids up to 12, .* for 11 target tokens: give its own"
+    ):
+        translate(model, SOURCE, SOURCE, ["abc"])  # what comes of a target_tokenizer.json that is lost
 
 
 def test_a_hypothesis_is_one_line_of_text_without_special_tokens() -> None:
@@ -271,7 +275,7 @@ def test_a_saved_model_with_two_tokenizers_is_ported_and_replaced(files: Path, t
         (["transformer"], "give a sentence, not empty, as --source, or a file of them as --source_file, or --source_i"),
         (["transformer", "--source", ""], "give a sentence, not empty, as --source"),
         (["transformer", "--source", " "], "give a sentence, not empty, as --source"),
-        (["transformer", "--source", "abc", "--source_file", "lines.txt"], "or a file of them as --source_file"),
+        (["transformer", "--source", "abc", "--source_file", "lines.txt"], "give only one of --source, --source"),
         (["transformer", "--source", "abß"], "--source: the tokenizer of characters doesn't know 'ß'"),
         (["transformer", "--source", "a</s>"], "--source: the text of a special token in it: </s>"),
         (["transformer", "--source", "a" * 20], "--source: longer than the 19 tokens that the model takes"),
@@ -282,7 +286,9 @@ def test_a_saved_model_with_two_tokenizers_is_ported_and_replaced(files: Path, t
         (["bare", "--source_ids", "[]"], "the source is empty: give at least one token"),
         (["bare", "--source_ids", "[99999999999999999999]"], "is outside every vocabulary"),
         (["transformer", "--source_ids", str([3] * 20)], "20 positions, but the position table has 19"),
-        (["rnn", "--source_ids", "[3]", "--source", "abc"], "give a sentence, not empty, as --source"),
+        (["rnn", "--source_ids", "[3]", "--source", "abc"], "give only one of --source, --source_file"),
+        (["rnn", "--source", "abc", "--beam_size", "two"], "--beam_size must be a valid int, not two"),
+        (["rnn", "--source", "abc", "--length_penalty", "nan"], "--length_penalty must be a valid float, not nan"),
         (["lm", "--source_ids", "[3]"], "--source_ids: for translators only"),
         (["bare", "--source", "abc"], "bare has no tokenizer.json: name one with --tokenizer"),
         (["nowhere", "--source", "abc"], "nowhere does not exist"),

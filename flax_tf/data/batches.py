@@ -199,10 +199,10 @@ def check_seed(seed: int) -> None:
         raise InputError(f"seed is {seed}: it must be at least 0 and less than {1 << 32}")
 
 
-def check_ids(max_id: int, vocab_size: int) -> None:
+def check_ids(max_id: int, vocab_size: int, setting: str = "model.vocab_size") -> None:
     """Raises InputError if the greatest id of a text is outside a model's vocabulary: in JAX nothing else would."""
     if max_id >= vocab_size:
         raise InputError(
             f"token id {max_id} is outside the model's vocabulary of {vocab_size} (ids 0 to {vocab_size - 1}): "
-            f"set model.vocab_size to at least {max_id + 1}, or use the tokenizer that the model was made for"
+            f"set {setting} to at least {max_id + 1}, or use the tokenizer that the model was made for"
         )

@@ -138,7 +138,7 @@ class PairTexts:
             complete = complete or bool(source and target)
             yield source, target
         if not complete:
-            raise InputError(f"{self.name}: no pairs in it, of a source and a target that both have text")
+            raise InputError(f"{self.name}: no pairs in it, of a source and a target that both have text; give more")
 
 
 def load_pairs(config: PairDataConfig) -> dict[Split, PairTexts]:

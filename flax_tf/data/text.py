@@ -164,7 +164,10 @@ def _read_lines(file: Path, columns: Mapping[str, str]) -> Iterator[tuple[str | 
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{file}: line {number} can't be read as jsonl: {one_line(error)}") from error
             if not isinstance(row, dict):
                 raise InputError(f"{file}: line {number} holds no object with columns")
             row = _flattened(row)

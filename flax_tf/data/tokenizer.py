@@ -80,7 +80,7 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     elif is_hub_name(name_or_path):
         tokenizer = _hub_tokenizer(name_or_path)
     else:
-        raise InputError(f"tokenizer {name_or_path}: no such file or directory (or give char or bpe)")
+        raise InputError(f"tokenizer {name_or_path}: no such file or directory")
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

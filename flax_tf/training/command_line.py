@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import set_parsing_settings
 
-from flax_tf.command import Parser, read_yaml
+from flax_tf.command import Parser, read_yaml, wrong_value
 from flax_tf.errors import InputError
 from flax_tf.training.config import RUNS, RunConfig
 
@@ -79,7 +79,7 @@ def parse(prog: str, argv: Sequence[str]) -> tuple[RunConfig, str]:
 def presets() -> dict[str, Path]:
     """{name: YAML file} of every preset."""
     folder = Path(str(resources.files("flax_tf") / "presets"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return dict(sorted((path.stem, path) for path in folder.glob("*.yaml")))
 
 
 def _parser(prog: str, run: type[RunConfig]) -> Parser:
@@ -155,9 +155,8 @@ def _expand(flags: Sequence[str], run: type[RunConfig]) -> Iterator[str]:
 def _clear(error: InputError, parser: Parser, run: type[RunConfig]) -> str:
     """An error of the argument parser in the words of a person."""
     message = str(error)
-    wrong = re.search(r'Parser key "([\w.]+)":.*(?:Got|Given) value: (.*)$', message)
-    if wrong:
-        key, value = wrong.groups()
+    if wrong := wrong_value(error):
+        key, value = wrong
         return f"{key} must be {_type_name(key, run)}, not {value}"
     unknown = re.match(r"[Uu]nrecognized arguments: (\S+)", message)
     if unknown:

@@ -114,8 +114,8 @@ def _with_vocabularies(model: Any, data: PairData) -> Any:
     for name, size in sizes.items():
         sizes[name] = size if getattr(model, name) is None else getattr(model, name)
     for pairs in data.splits().values():
-        check_ids(pairs.source.max_id, sizes["src_vocab_size"])
-        check_ids(pairs.target.max_id, sizes["tgt_vocab_size"])
+        check_ids(pairs.source.max_id, sizes["src_vocab_size"], "model.src_vocab_size")
+        check_ids(pairs.target.max_id, sizes["tgt_vocab_size"], "model.tgt_vocab_size")
     return dataclasses.replace(model, **sizes)
 
 
