@@ -361,7 +361,7 @@ WRONG = {
     "empty": (["--data.source", "blank.tsv"], "blank.tsv: no pairs in it"),
     "pad-as-text": (
         ["--data.tokenizer", "tokenizer.json"],
-        "the text of pair 1 has token id 0 ('b'), which is model.pad_id",
+        "has token id 0 ('b'), which is model.pad_id",
     ),
     "table": (["--model.max_seq_length", "30"], "data.max_length is 40, and the model's table has 30 positions"),
     "decoding-table": (["--decoding.max_length", "41"], "decoding.max_length is 41, and the model's table has 40"),
@@ -394,7 +394,7 @@ def test_wrong_input_ends_in_one_line_and_leaves_nothing(room: Path, flags: list
     char_tokenizer(["bacd "]).save(str(room / "tokenizer.json"))
     if flags[0] == "--data.tokenizer":
         tokenizer = json.loads((room / "tokenizer.json").read_text())
-        tokenizer["model"]["vocab"] = {"b": 0, " ": 1, "a": 4, "c": 5, "d": 6, "e": 7}
+        tokenizer["model"]["vocab"] = {"b": 0, " ": 8, "a": 4, "c": 5, "d": 6, "e": 7}
         (room / "tokenizer.json").write_text(json.dumps(tokenizer))
     base = [] if "--config" in flags else ["--config", "transformer.yaml"]
     train(room, *base, "--run_dir", "refused", *flags).check_refused(message)
