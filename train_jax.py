@@ -19,6 +19,7 @@ from flax_tf.saving import build, save_pretrained
 from flax_tf.training.checkpoint import Checkpoints
 from flax_tf.training.command_line import parse
 from flax_tf.training.config import AttnRNNRun, LanguageModelRun, RNNRun, RunConfig, TransformerRun
+from flax_tf.training.interrupt import putting_off_interrupts
 from flax_tf.training.language_modelling import language_modelling
 from flax_tf.training.metrics import Metrics, describe, plot_losses, read_rows
 from flax_tf.training.optimizer import build_optimizer, learning_rates
@@ -50,7 +51,7 @@ def train(config: RunConfig, settings: str) -> int:
     state = replicate(mesh, state)
 
     checkpoints = Checkpoints(run_dir / "checkpoints")
-    with telling_how_to_resume(run_dir, checkpoints):
+    with telling_how_to_resume(run_dir, checkpoints), putting_off_interrupts() as interrupted:
         if config.resume:
             state = checkpoints.load(state, lambda saved, step: check_same_run(run_dir, saved, about, step))
         else:
@@ -89,10 +90,13 @@ def train(config: RunConfig, settings: str) -> int:
                     nnx.update(model, state.params)
                     metrics.valid(step, total / count, task.measure(model, last))
                     clock, counted = time.perf_counter(), float(state.token_count)
-                if last or step % config.checkpoint_interval == 0:
+                stop = interrupted()
+                if last or stop or step % config.checkpoint_interval == 0:
                     check_finite(state)
                     checkpoints.save(state, about)
                     clock, counted = time.perf_counter(), float(state.token_count)
+                if stop and not last:
+                    raise KeyboardInterrupt
 
         nnx.update(model, state.params)
         finish(task, run_dir, model)

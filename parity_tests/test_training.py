@@ -404,7 +404,11 @@ def test_ctrl_c_says_how_to_go_on(room: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert re.search(r"train_jax.py: interrupted; the checkpoint of step \d+ in interrupted is intact", errors)
+    step = int(
+        re.search(r"train_jax.py: interrupted; the checkpoint of step (\d+) in interrupted is intact", errors)[1]
+    )
+    assert (room / "interrupted" / "checkpoints" / str(step)).is_dir()
+    assert read_rows(room / "interrupted" / "metrics.jsonl")[-1]["step"] <= step  # no work is lost
 
 
 def test_a_loss_that_explodes_stops_the_run_and_saves_nothing_bad(room: Path) -> None:
