@@ -88,7 +88,7 @@ def translate(
             for row in range(rows):
                 ids = sources[batch[min(row, len(batch) - 1)]]
                 src[row, : len(ids)] = ids
-            tokens, scores = _search(model, src, greedy, beam_size, length_penalty, n_best, max_tokens)
+            tokens, scores = search(model, src, greedy, beam_size, length_penalty, n_best, max_tokens)
             for number, rows_of_tokens, row_of_scores in zip(batch, tokens, scores, strict=False):
                 translations[number] = Translation(
                     [
@@ -116,7 +116,7 @@ def translate_ids(
 
     Args and errors as of `translate`; also InputError for ids or a length outside the model's tables.
     """
-    tokens, scores = _search(model, id_array(ids)[None], greedy, beam_size, length_penalty, n_best, max_tokens)
+    tokens, scores = search(model, id_array(ids)[None], greedy, beam_size, length_penalty, n_best, max_tokens)
     return Translation(
         [
             Hypothesis(str(_until_end(model.config, row).tolist()), float(score))
@@ -126,7 +126,7 @@ def translate_ids(
     )
 
 
-def _search(
+def search(
     model: Model,
     src: Int[np.ndarray, "B S"],
     greedy: bool,
@@ -135,6 +135,7 @@ def _search(
     n_best: int,
     max_tokens: int | None,
 ) -> tuple[Int[np.ndarray, "B n T"], Float[np.ndarray, "B n"]]:
+    """The n best hypotheses for each source and their scores; greedily one. Errors are those of `decoding`."""
     if greedy:
         tokens, scores = (np.asarray(array)[:, None] for array in greedy_search(model, src, max_tokens))
     else:

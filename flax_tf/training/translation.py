@@ -15,13 +15,12 @@ from flax_tf.data.pair_batches import example_batches, make_buckets, steps_per_e
 from flax_tf.data.pair_tokens import PairData, SpecialIds, prepare_pairs
 from flax_tf.data.pairs import RANDOM
 from flax_tf.data.random_pairs import random_batch
-from flax_tf.decoding import beam_search, greedy_search
 from flax_tf.errors import InputError
 from flax_tf.loss import sequence_loss
 from flax_tf.training.config import AttnRNNRun, DecodingConfig, RNNRun, TransformerRun
 from flax_tf.training.scores import SCORES
 from flax_tf.training.task import HostBatch, Task
-from flax_tf.translation import decode_target
+from flax_tf.translation import decode_target, search
 
 
 def translation(config: TransformerRun | RNNRun | AttnRNNRun, devices: int) -> Task:
@@ -125,12 +124,10 @@ def translate_batches(
     """The translation of each pair of a split, whose `valid_batches` are given, in the split's order."""
     texts: dict[int, str] = {}
     for batch in batches:
-        if beam_size == 1:
-            tokens = greedy_search(model, batch["source"], decoding.max_length).tokens
-        else:
-            best = beam_search(model, batch["source"], beam_size, decoding.max_length, decoding.length_penalty)
-            tokens = best.tokens[:, 0]
-        for pair, row in zip(batch["pair"].tolist(), np.asarray(tokens), strict=True):
+        tokens, _ = search(
+            model, batch["source"], beam_size == 1, beam_size, decoding.length_penalty, 1, decoding.max_length
+        )
+        for pair, row in zip(batch["pair"].tolist(), tokens[:, 0], strict=True):
             if pair >= 0:
                 texts[pair] = decode_target(model.config, tokenizer, row)
     return [texts[pair] for pair in sorted(texts)]
