@@ -169,7 +169,7 @@ def test_one_error_lists_all_that_does_not_fit() -> None:
         "the checkpoint does not fit the model:",
         "  missing from the checkpoint (2):",
         "    attention_layer_norm.bias (15,)",
-        "    mlp_layer_norm.weight (15,)",
+        "    mlp_layer_norm.weight (15,), in Flax mlp_layer_norm.scale",
         "  unexpected in the checkpoint (2):",
         "    aardvark ()",
         "    zebra.weight (2, 3)",

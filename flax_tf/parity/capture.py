@@ -100,7 +100,7 @@ def capture_flax(module: nnx.Module, inputs: Sequence[np.ndarray], dtype: str) -
         for index, leaf in enumerate(jax.tree.leaves(output)):
             capture.outputs[path, numbers[path], index] = leaf
         numbers[path] += 1
-    trained = {name for name, (variable, _) in slots(module).items() if isinstance(variable, nnx.Param)}
+    trained = {name for name, slot in slots(module).items() if isinstance(slot.variables[0], nnx.Param)}
     for name, gradient in flax_to_torch(nnx.merge(graph, gradients, rest)).items():
         if name in trained:
             capture.gradients[name] = gradient

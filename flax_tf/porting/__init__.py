@@ -1,4 +1,7 @@
-"""Moving weights between PyTorch and Flax, both ways, bit for bit."""
+"""Moving weights between PyTorch and Flax, both ways, bit for bit.
+
+`rules` says how layers' tensors are named and laid out, and how to add a layer of your own.
+"""
 
 from flax_tf.porting.convert import StateDictError, flax_to_torch, torch_to_flax
 from flax_tf.porting.files import read_weights, write_weights

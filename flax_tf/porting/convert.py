@@ -1,122 +1,109 @@
-"""Weights between a PyTorch state dict and a Flax model, both ways, bit for bit."""
+"""Weights between a PyTorch state dict and a Flax model, both ways, bit for bit.
+
+Everywhere, `rename` is {PyTorch path: Flax path} for names that differ between the two models; `rename.Rename` says how
+paths are written. A path None leaves out what PyTorch has and Flax, on purpose, has not.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from flax_tf.errors import InputError
 from flax_tf.porting.names import strip_wrappers
-from flax_tf.porting.rules import Tensor, rule_of
+from flax_tf.porting.tree import Slot, Tree
 
 M = TypeVar("M", bound=nnx.Module)
+Renames = Mapping[str, str | None] | None
 
 
 class StateDictError(InputError):
     """The keys or shapes of a state dict do not fit the model. The message lists every one of them."""
 
 
-def torch_modules(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Module]]:
+def torch_modules(module: nnx.Module, rename: Renames = None) -> Iterator[tuple[str, nnx.Module]]:
     """Every module of the tree with its PyTorch path ("" for the root), parents before children.
 
-    NNX keeps the members of a `Sequential` in an attribute `layers` that has no counterpart in PyTorch's names.
+    A module that is shared comes under each of its paths. The modules inside a layer that is one in PyTorch, such as
+    the projections of `nnx.MultiHeadAttention`, do not come. Raises InputError for a `rename` that does not fit.
     """
-    yield prefix, module
-    for name, child in nnx.iter_children(module):
-        if not isinstance(child, nnx.Module):  # a variable
-            continue
-        if isinstance(module, nnx.Sequential):
-            yield from (pair for pair in torch_modules(child, prefix) if pair[1] is not child)
-        else:
-            yield from torch_modules(child, f"{prefix}.{name}" if prefix else str(name))
+    return ((torch, part) for torch, _, part in Tree(module, rename).modules)
 
 
-def slots(model: nnx.Module) -> dict[str, tuple[nnx.Variable, Tensor]]:
-    """{PyTorch key: (Flax variable, its row in the rules)} for every parameter and buffer of the model.
+def flax_paths(module: nnx.Module, rename: Renames = None) -> dict[str, str]:
+    """{PyTorch path: NNX path} of every module that `torch_modules` gives; "" is the root."""
+    return {torch: flax for torch, flax, _ in Tree(module, rename).modules}
 
-    A variable that a module holds itself, outside the rules (a bare parameter, a buffer), keeps its attribute's name
-    and its axes.
+
+def slots(model: nnx.Module, rename: Renames = None) -> dict[str, Slot]:
+    """{PyTorch key: its place in the Flax model} for every parameter and buffer of the model.
+
+    A variable that no rule names (a bare parameter, a buffer) keeps its attribute's name and its axes. The state of
+    random generators, caches and sown intermediates are no part of it. Raises InputError for a `rename` that names
+    nothing of the model, or gives two things one name.
     """
-    found = {}
-    for path, module in torch_modules(model):
-        rule = {row.flax: row for row in rule_of(module)}
-        members = enumerate(module) if isinstance(module, nnx.List) else vars(module).items()
-        for name, variable in members:
-            if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState):
-                row = rule.get(name, Tensor(str(name), str(name)))
-                found[f"{path}.{row.torch}" if path else row.torch] = (variable, row)
-    return found
+    return Tree(model, rename).slots
 
 
-def torch_shape(variable: nnx.Variable, row: Tensor) -> tuple[int, ...]:
-    """The shape that PyTorch gives to the tensor in this variable."""
-    shape = variable.get_value().shape
-    return shape if row.axes is None else tuple(shape[i] for i in np.argsort(row.axes))
-
-
-def torch_to_flax(state_dict: Mapping[str, np.ndarray], model: M) -> M:
+def torch_to_flax(state_dict: Mapping[str, np.ndarray], model: M, rename: Renames = None) -> M:
     """Fills the parameters and buffers of `model` from a PyTorch state dict, in place, and returns it.
 
     Args:
         state_dict: {PyTorch key: array of any shape and dtype}. bfloat16 arrays have the dtype of `ml_dtypes`.
-        model: a Flax model, or an abstract one from `nnx.eval_shape`, which is filled one tensor at a time.
+        model: any Flax model, or an abstract one from `nnx.eval_shape`, which is filled one tensor at a time.
+        rename: {PyTorch path: Flax path} for names that differ.
 
     Every tensor keeps its dtype and its bits. Keys of one tied parameter may be all there or some of them, with the
     same bits. Nothing is changed in the model unless everything fits. Raises StateDictError that lists all missing,
     unexpected, duplicate and misshapen keys and all ties that differ, sorted, and InputError for 64-bit tensors while
-    JAX would cut them to 32 bits.
+    JAX would cut them to 32 bits, and for a `rename` that does not fit the model.
     """
-    places = slots(model)
-    names = strip_wrappers(state_dict, expected=places)
-    _check_fit(state_dict, names, places)
+    tree = Tree(model, rename)
+    names = strip_wrappers(state_dict, expected=tree.slots)
+    names = {k: name for k, name in names.items() if name not in tree.ignored and not tree.rename.leaves_out(name)}
+    state_dict = {key: state_dict[key] for key in names}
+    _check_fit(state_dict, names, tree.slots)
     _check_width(state_dict)
     for key, name in names.items():
-        variable, row = places[name]
-        value = state_dict[key]
-        # jnp.array copies: the value may be a view of a file or of memory that PyTorch goes on training.
-        variable.set_value(jnp.array(value if row.axes is None else value.transpose(row.axes)))
+        tree.slots[name].fill(state_dict[key])
     return model
 
 
-def flax_to_torch(model: nnx.Module) -> dict[str, np.ndarray]:
+def flax_to_torch(model: nnx.Module, rename: Renames = None) -> dict[str, np.ndarray]:
     """The PyTorch state dict of a Flax model: {PyTorch key: contiguous array}, dtypes and bits as they are.
 
-    Like PyTorch's own it has every key of a tied parameter; one array is behind them all.
+    Like PyTorch's own it has every key of a tied parameter; one array is behind them all. It serves what is not
+    weights too: gradients, or an optimizer's moments, merged into the model's graph. Raises InputError for a `rename`
+    that does not fit the model.
     """
     result = {}
-    places = slots(model)
+    places = slots(model, rename)
     for names in ties(places):
-        variable, row = places[names[0]]
-        value = np.asarray(variable.get_value())
-        # Not np.ascontiguousarray, which makes a vector of a scalar.
-        array = np.asarray(value if row.axes is None else value.transpose(np.argsort(row.axes)), order="C")
-        result.update(dict.fromkeys(names, array))
+        result.update(dict.fromkeys(names, places[names[0]].to_torch()))
     return {name: result[name] for name in places}
 
 
-def ties(places: dict[str, tuple[nnx.Variable, Tensor]]) -> list[list[str]]:
-    """The names in groups of those that one variable stands behind, most of them alone."""
-    groups: dict[int, list[str]] = {}
-    for name, (variable, _) in places.items():
-        groups.setdefault(id(variable), []).append(name)
+def ties(places: Mapping[str, Slot]) -> list[list[str]]:
+    """The names in groups of those that the same variables stand behind, most of them alone."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, slot in places.items():
+        groups.setdefault(tuple(map(id, slot.variables)), []).append(name)
     return list(groups.values())
 
 
-def _check_fit(
-    state_dict: Mapping[str, np.ndarray], names: dict[str, str], places: dict[str, tuple[nnx.Variable, Tensor]]
-) -> None:
+def _check_fit(state_dict: Mapping[str, np.ndarray], names: dict[str, str], places: Mapping[str, Slot]) -> None:
     found = {name: tuple(state_dict[key].shape) for key, name in names.items()}
-    wanted = {name: torch_shape(*place) for name, place in places.items()}
+    wanted = {name: slot.torch_shape for name, slot in places.items()}
     counts = Counter(names.values())
     tied = [group for group in ties(places) if len(group) > 1]
     told = {name for group in tied if found.keys() & set(group) for name in group}  # by another key of their tie
     problems = {
         "missing from the checkpoint": [
-            f"{name} {wanted[name]}" for name in sorted(wanted.keys() - found.keys() - told)
+            f"{name} {wanted[name]}{_in_flax(name, places[name])}"
+            for name in sorted(wanted.keys() - found.keys() - told)
         ],
         "unexpected in the checkpoint": [f"{name} {found[name]}" for name in sorted(found.keys() - wanted.keys())],
         "duplicate in the checkpoint": [
@@ -141,6 +128,10 @@ def _check_fit(
             if entries:
                 lines += [f"  {kind} ({len(entries)}):", *(f"    {entry}" for entry in entries)]
         raise StateDictError("\n".join(lines))
+
+
+def _in_flax(name: str, slot: Slot) -> str:
+    return "" if slot.paths == (name,) else f", in Flax {', '.join(slot.paths)}"
 
 
 def _same_bits(arrays: list[np.ndarray]) -> bool:
