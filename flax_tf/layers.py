@@ -1,17 +1,19 @@
 """PyTorch's leaf layers in NNX: same defaults, same initial distributions, same arithmetic. The twin is `torch.nn`."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.nn.attention import dot_product_attention_weights
 from jax.core import Tracer
 from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
-from flax_tf.errors import TokenIdError
+from flax_tf.errors import InputError, TokenIdError
 
 
 class Buffer(nnx.Variable):
@@ -26,6 +28,11 @@ def _uniform(bound: float) -> Initializer:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return init
+
+
+def _last_axis(vector: Float[Array, "D"], ndim: int) -> Float[Array, "... D"]:
+    """The vector as the last of `ndim` axes."""
+    return vector.reshape((1,) * (ndim - 1) + (-1,))
 
 
 class Linear(nnx.Linear):
@@ -63,6 +70,161 @@ class LayerNorm(nnx.LayerNorm):
         super().__init__(num_features, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
 
 
+class RMSNorm(nnx.Module):
+    """`torch.nn.RMSNorm` over the last axis; without an epsilon it is the machine epsilon of what is computed in."""
+
+    def __init__(self, num_features: int, *, epsilon: float | None = None, rngs: nnx.Rngs):
+        del rngs  # every layer takes it
+        self.epsilon = epsilon
+        self.weight = nnx.Param(jnp.ones(num_features))
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Divides by the root of the mean square, computed in float32 or wider, as PyTorch does."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        epsilon = float(jnp.finfo(wide.dtype).eps) if self.epsilon is None else self.epsilon
+        normal = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+        return normal.astype(x.dtype) * _last_axis(self.weight[...], x.ndim)
+
+
+class GroupNorm(nnx.GroupNorm):
+    """`torch.nn.GroupNorm`, channels last. The variance is taken in two passes, as in `LayerNorm`."""
+
+    def __init__(self, num_groups: int, num_channels: int, *, epsilon: float = 1e-5, rngs: nnx.Rngs):
+        super().__init__(num_channels, num_groups, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
+
+
+class BatchNorm(nnx.Module):
+    """`torch.nn.BatchNorm1d`, `2d` and `3d`, channels last.
+
+    `nnx.BatchNorm` trains otherwise: it keeps a running mean of the biased variance, where PyTorch's is unbiased, calls
+    momentum what is 1 - PyTorch's, and takes the variance in one pass. `train()` and `eval()` choose the statistics.
+    """
+
+    def __init__(self, num_features: int, *, epsilon: float = 1e-5, momentum: float = 0.1, rngs: nnx.Rngs):
+        del rngs  # every layer takes it
+        self.epsilon = epsilon
+        self.momentum = momentum
+        self.use_running_average = False  # eval() sets it
+        self.weight, self.bias = nnx.Param(jnp.ones(num_features)), nnx.Param(jnp.zeros(num_features))
+        self.running_mean, self.running_var = Buffer(jnp.zeros(num_features)), Buffer(jnp.ones(num_features))
+
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+        """Normalises every channel over all other axes: by the running statistics, or in training by those of the
+        batch, which then join the running ones. Computed in float32 or wider.
+
+        Raises InputError in training for one value per channel, which has no variance.
+        """
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if self.use_running_average:
+            mean, variance = self.running_mean[...], self.running_var[...]
+        else:
+            count = x.size // x.shape[-1]
+            if count < 2:
+                raise InputError("batch normalisation in training needs more than one value per channel: use eval()")
+            axes = tuple(range(x.ndim - 1))
+            mean, variance = jnp.mean(wide, axes), jnp.var(wide, axes)  # in two passes
+            for running, new in ((self.running_mean, mean), (self.running_var, variance * (count / (count - 1)))):
+                running[...] = (1 - self.momentum) * running[...] + self.momentum * new
+        mean, scale = (_last_axis(v, x.ndim) for v in (mean, jax.lax.rsqrt(variance + self.epsilon)))
+        weight, bias = (_last_axis(v, x.ndim) for v in (self.weight[...], self.bias[...]))
+        return ((wide - mean) * scale * weight + bias).astype(x.dtype)
+
+
+class Conv(nnx.Conv):
+    """`torch.nn.Conv1d`, `2d` and `3d`, by the number of kernel sizes, channels last.
+
+    Weight and bias start from U(±1/√fan_in). Padding, the same on both sides of an axis, is 0 (NNX: "SAME").
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sequence[int],
+        *,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        init = _uniform(1 / math.sqrt(in_channels // groups * math.prod(kernel_size)))
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding=padding, kernel_dilation=dilation,
+            feature_group_count=groups, use_bias=bias, kernel_init=init, bias_init=init, rngs=rngs,
+        )  # fmt: skip
+
+
+class ConvTranspose(nnx.ConvTranspose):
+    """`torch.nn.ConvTranspose1d`, `2d` and `3d`, by the number of kernel sizes, channels last, without groups.
+
+    `padding` and `output_padding` mean what they do in PyTorch. Weight and bias start from U(±1/√fan), where the fan is
+    that of PyTorch: out_channels times the kernel's size.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sequence[int],
+        *,
+        stride: int = 1,
+        padding: int = 0,
+        output_padding: int = 0,
+        dilation: int = 1,
+        bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        init = _uniform(1 / math.sqrt(out_channels * math.prod(kernel_size)))
+        # Of the convolution over the input with zeros between its values, which is what JAX takes.
+        edges = [dilation * (size - 1) - padding for size in kernel_size]
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding=[(edge, edge + output_padding) for edge in edges],
+            kernel_dilation=dilation, use_bias=bias, transpose_kernel=True, kernel_init=init, bias_init=init, rngs=rngs,
+        )  # fmt: skip
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """`torch.nn.MultiheadAttention(batch_first=True)`, whose keys and values may be `kdim` wide, called as NNX's is.
+
+    Weights start from Xavier's uniform distribution over what PyTorch packs into one tensor, biases from 0.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kdim: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        rngs: nnx.Rngs,
+    ):
+        packed = kdim in (None, embed_dim)
+
+        def init(key, shape, dtype=jnp.float32, out_sharding=None):
+            fans = shape[0] + (3 if packed else 1) * embed_dim
+            return _uniform(math.sqrt(6 / fans))(key, shape, dtype, out_sharding)
+
+        super().__init__(
+            num_heads, embed_dim, in_kv_features=kdim, use_bias=bias, dropout_rate=dropout, decode=False, rngs=rngs,
+            kernel_init=init, out_kernel_init=_uniform(1 / math.sqrt(embed_dim)), attention_fn=attend,
+        )  # fmt: skip
+
+
+def attend(
+    query: Float[Array, "*B T N H"], key: Float[Array, "*B S K H"], value: Float[Array, "*B S K H"], **options: Any
+) -> Float[Array, "*B T N H"]:
+    """`nnx.dot_product_attention` in the precision of its arguments; `options` are those of its keyword arguments.
+
+    NNX's own goes to `jax.nn.dot_product_attention`, whose softmax is computed in float32 whatever it is given. K key
+    heads may each serve N / K query heads.
+    """
+    weights = dot_product_attention_weights(query, key, **options)
+    return jnp.einsum("...hqk,...khd->...qhd", weights, jnp.repeat(value, query.shape[-2] // value.shape[-2], axis=-2))
+
+
 class GELU(nnx.Module):
     """`torch.nn.GELU`: x·Φ(x) with the error function (`jax.nn.gelu` would default to the tanh approximation)."""
 
@@ -85,7 +247,7 @@ class TiedLinear(nnx.Module):
         self.bias = nnx.Param(_uniform(1 / math.sqrt(embedding.features))(rngs.params(), (embedding.num_embeddings,)))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        return x @ self.weight[...].T + self.bias[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return x @ self.weight[...].T + _last_axis(self.bias[...], x.ndim)
 
 
 class _Recurrent(nnx.Module):

@@ -8,9 +8,23 @@ import torch
 from flax import nnx
 from scipy import stats
 
-from flax_tf.errors import TokenIdError
-from flax_tf.layers import GELU, Embedding, LayerNorm, Linear
-from flax_tf.parity.tolerances import OUTPUT_FLOAT64, relative_error
+from flax_tf.errors import InputError, TokenIdError
+from flax_tf.layers import (
+    GELU,
+    BatchNorm,
+    Conv,
+    ConvTranspose,
+    Embedding,
+    GroupNorm,
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    RMSNorm,
+    attend,
+)
+from flax_tf.parity.tolerances import GRADIENT_FLOAT64, OUTPUT_FLOAT64, relative_error
+from flax_tf.porting import flax_to_torch, torch_to_flax
+from flax_tf.porting.files import torch_to_numpy
 
 # With two honest samples a Kolmogorov-Smirnov p-value is below this once in 10,000 draws; the seeds are fixed.
 SAME_DISTRIBUTION = 1e-4
@@ -50,6 +64,136 @@ def test_layer_norm_variance_is_taken_in_two_passes(offset: float) -> None:
     assert relative_error(ours, truth) < 1e-3
     one_pass = np.asarray(nnx.LayerNorm(5, epsilon=1e-5, rngs=nnx.Rngs(0))(x))
     assert (relative_error(one_pass, truth) > 1) == (offset > 0)
+
+
+CONVOLUTIONS = {
+    "Conv": (lambda: torch.nn.Conv2d(6, 40, (3, 5), groups=2), lambda rngs: Conv(6, 40, (3, 5), groups=2, rngs=rngs)),
+    "ConvTranspose": (lambda: torch.nn.ConvTranspose1d(40, 7, 3), lambda rngs: ConvTranspose(40, 7, (3,), rngs=rngs)),
+    "MultiHeadAttention": (
+        lambda: torch.nn.MultiheadAttention(21, 3, batch_first=True),
+        lambda rngs: MultiHeadAttention(21, 3, rngs=rngs),
+    ),
+    "MultiHeadAttention, keys of another width": (
+        lambda: torch.nn.MultiheadAttention(21, 3, kdim=40, vdim=40, batch_first=True),
+        lambda rngs: MultiHeadAttention(21, 3, kdim=40, rngs=rngs),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_convolution_and_attention_start_from_pytorchs_distributions(kind: str) -> None:
+    reference, layer = CONVOLUTIONS[kind]
+    torch.manual_seed(0)
+    theirs = [{name: p.detach().numpy() for name, p in reference().named_parameters()} for _ in range(11)]
+    ours = [flax_to_torch(layer(nnx.Rngs(seed))) for seed in range(11)]
+    assert ours[0].keys() == theirs[0].keys()
+    for name in ours[0]:
+        mine, truth = (np.concatenate([drawn[name].ravel() for drawn in side]) for side in (ours, theirs))
+        assert stats.ks_2samp(mine, truth).pvalue > SAME_DISTRIBUTION, name
+
+
+def test_group_norm_variance_is_taken_in_two_passes() -> None:
+    x = (1e4 + np.random.default_rng(0).standard_normal((2, 7, 15))).astype(np.float32)
+    truth = torch.nn.GroupNorm(3, 15)(torch.from_numpy(x).double().movedim(-1, 1).float()).movedim(1, -1)
+    ours = np.asarray(GroupNorm(3, 15, rngs=nnx.Rngs(0))(jnp.array(x)))
+    # At 10,000 a float32 resolves 1e-3; the mean of 35 such values is off by less than that part of their spread.
+    assert relative_error(ours, truth.detach().numpy()) < 1e-3
+    one_pass = np.asarray(nnx.GroupNorm(15, 3, epsilon=1e-5, rngs=nnx.Rngs(0))(jnp.array(x)))
+    assert relative_error(one_pass, truth.detach().numpy()) > 1
+
+
+@pytest.mark.parametrize("epsilon", [None, 1e-5])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_rms_norm_takes_pytorchs_default_epsilon(dtype: str, epsilon: float | None) -> None:
+    # Values so small that every epsilon from 1e-16 to 1e-2 gives another result.
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 7)) * 1e-7).to(getattr(torch, dtype))
+    truth = torch_to_numpy(torch.nn.RMSNorm(7, eps=epsilon, dtype=x.dtype)(x))
+    with jax.enable_x64(True):
+        layer = torch_to_flax({"weight": np.ones(7, truth.dtype)}, RMSNorm(7, epsilon=epsilon, rngs=nnx.Rngs(0)))
+        ours = np.asarray(layer(jnp.array(torch_to_numpy(x))))
+    assert ours.dtype == truth.dtype
+    # Two roundings of the dtype; that of the input is common to both.
+    assert relative_error(ours, truth) < 2 * float(jnp.finfo(truth.dtype).eps)
+
+
+RANKS = pytest.mark.parametrize("shape", [(13, 5), (2, 7, 5), (2, 7, 3, 5), (2, 3, 4, 7, 5)], ids=str)
+BATCH_NORMS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d}
+
+
+@RANKS
+def test_batch_norm_trains_as_pytorchs_does(shape: tuple[int, ...]) -> None:
+    """Outputs, gradients and running statistics over several batches, then the running statistics in use."""
+    random = np.random.default_rng(0)
+    module = BATCH_NORMS[len(shape)](5, eps=1e-3, momentum=0.3, dtype=torch.float64)
+    with torch.no_grad():
+        for tensor in (module.weight, module.bias):
+            tensor.copy_(torch.from_numpy(random.standard_normal(5)))
+    with jax.enable_x64(True):
+        arrays = {name: torch_to_numpy(tensor) for name, tensor in module.state_dict().items()}
+        layer = torch_to_flax(arrays, BatchNorm(5, epsilon=1e-3, momentum=0.3, rngs=nnx.Rngs(0)))
+        for train in (True, True, True, False):
+            module.train(train)
+            layer.train() if train else layer.eval()
+            x, cotangent = 3 + 2 * random.standard_normal(shape), random.standard_normal(shape)
+            theirs = torch.from_numpy(np.moveaxis(x, -1, 1).copy()).requires_grad_()
+            truth = module(theirs)
+            module.zero_grad()
+            truth.backward(torch.from_numpy(np.moveaxis(cotangent, -1, 1).copy()))
+            assert theirs.grad is not None
+
+            @nnx.jit
+            def step(layer: BatchNorm, x: jax.Array, cotangent: jax.Array):
+                def scalar(layer: BatchNorm, x: jax.Array):
+                    output = layer(x)
+                    return jnp.vdot(output, cotangent), output
+
+                return nnx.grad(scalar, argnums=(0, 1), has_aux=True)(layer, x)
+
+            (gradients, of_input), output = step(layer, jnp.array(x), jnp.array(cotangent))
+            assert relative_error(np.asarray(output), truth.detach().movedim(1, -1).numpy()) < OUTPUT_FLOAT64
+            assert relative_error(np.asarray(of_input), torch_to_numpy(theirs.grad.movedim(1, -1))) < GRADIENT_FLOAT64
+            for name in ("weight", "bias"):
+                gradient = np.asarray(gradients[name][...])
+                assert relative_error(gradient, getattr(module, name).grad.numpy()) < GRADIENT_FLOAT64, name
+            for name, array in flax_to_torch(layer).items():
+                assert relative_error(array, torch_to_numpy(module.state_dict()[name])) < OUTPUT_FLOAT64, name
+
+
+def test_nnxs_batch_norm_would_not_do() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    module, other = torch.nn.BatchNorm1d(5, momentum=0.1), nnx.BatchNorm(5, momentum=0.9, rngs=nnx.Rngs(0))
+    module(torch.from_numpy(x))
+    other(jnp.array(x))
+    truth = {name: torch_to_numpy(tensor) for name, tensor in module.state_dict().items()}
+    assert relative_error(np.asarray(other.mean[...]), truth["running_mean"]) < 1e-6  # float32
+    # Of three values the biased variance is two thirds of the unbiased one, and it counts for a tenth.
+    assert relative_error(np.asarray(other.var[...]), truth["running_var"]) > 1e-2
+
+
+def test_batch_norm_refuses_a_single_value_in_training_as_pytorch_does() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        torch.nn.BatchNorm1d(5)(torch.zeros(1, 5))
+    layer = BatchNorm(5, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match="more than one value per channel"):
+        layer(jnp.zeros((1, 5)))
+    layer.eval()
+    assert layer(jnp.zeros((1, 5))).shape == (1, 5)
+
+
+@pytest.mark.parametrize("key_heads", [1, 3, 6])
+def test_attention_is_nnxs_own_without_its_float32_softmax(key_heads: int) -> None:
+    random = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        query = jnp.array(random.standard_normal((2, 5, 6, 7)))
+        key, value = (jnp.array(random.standard_normal((2, 11, key_heads, 7))) for _ in range(2))
+        mask = jnp.array(random.random((2, 1, 5, 11)) < 0.8)
+        keys, values = (jnp.repeat(array, 6 // key_heads, axis=2) for array in (key, value))
+        tensors = (torch.from_numpy(np.array(array)).movedim(1, 2) for array in (query, keys, values))
+        truth = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=torch.from_numpy(np.array(mask)))
+        truth = truth.movedim(1, 2).numpy()
+        assert relative_error(np.asarray(attend(query, key, value, mask=mask)), truth) < OUTPUT_FLOAT64
+        own = relative_error(np.asarray(nnx.dot_product_attention(query, key, value, mask=mask)), truth)
+        assert OUTPUT_FLOAT64 < own < 1e-6
 
 
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-3])

@@ -69,7 +69,19 @@ def torch_to_flax(state_dict: Mapping[str, np.ndarray], model: M, rename: Rename
     _check_width(state_dict)
     for key, name in names.items():
         tree.slots[name].fill(state_dict[key])
+    _free_dtypes(model)
     return model
+
+
+def _free_dtypes(model: nnx.Module) -> None:
+    """Lets every embedding of the model give out the dtype of its table.
+
+    `nnx.Embed` fixes its output's dtype to that which the table is made with, so one that is filled with float64 would
+    go on looking up float32. A dtype that was asked for, other than the table's first one, stays.
+    """
+    for _, layer in nnx.iter_modules(model):
+        if isinstance(layer, nnx.Embed) and layer.dtype == layer.param_dtype:
+            layer.dtype = None
 
 
 def flax_to_torch(model: nnx.Module, rename: Renames = None) -> dict[str, np.ndarray]:

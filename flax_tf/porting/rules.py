@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from flax import nnx
 
+from flax_tf.layers import BatchNorm
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -102,6 +104,8 @@ def _multi_head_attention(layer: nnx.MultiHeadAttention) -> Rows:
     return *weights, Tensor("in_proj_bias", biases, shape=(width,)), *_merged(layer.out, "out_proj.", "out.")
 
 
+# PyTorch uses its number of batches for momentum=None alone.
+_COUNT = Tensor("num_batches_tracked", ())
 _NORM: Rows = (Tensor("weight", "scale"), Tensor("bias", "bias"))
 
 RULES: dict[type, Rows | Callable[..., Rows]] = {
@@ -113,9 +117,8 @@ RULES: dict[type, Rows | Callable[..., Rows]] = {
     nnx.RMSNorm: _NORM,
     nnx.GroupNorm: _NORM,
     nnx.InstanceNorm: _NORM,
-    # PyTorch counts batches for momentum=None alone.
-    nnx.BatchNorm: (*_NORM, Tensor("running_mean", "mean"), Tensor("running_var", "var"),
-                    Tensor("num_batches_tracked", ())),
+    nnx.BatchNorm: (*_NORM, Tensor("running_mean", "mean"), Tensor("running_var", "var"), _COUNT),
+    BatchNorm: (_COUNT,),
     nnx.Conv: _conv,
     nnx.ConvTranspose: _conv_transpose,
     nnx.MultiHeadAttention: _multi_head_attention,
