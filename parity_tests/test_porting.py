@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from flax_tf.errors import InputError
 from flax_tf.layers import Buffer, Embedding, LayerNorm, Linear
 from flax_tf.porting import StateDictError, flax_to_torch, torch_to_flax
+from flax_tf.porting.convert import flax_paths, slots, torch_modules
 from flax_tf.porting.files import numpy_to_torch, torch_to_numpy
 from flax_tf.saving import abstract
 
@@ -141,6 +142,164 @@ def test_the_layers_type_decides_what_is_transposed() -> None:
     again.load_state_dict({name: numpy_to_torch(array) for name, array in back.items()})
     for name, tensor in module.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+class TorchNet(torch.nn.Module):
+    """Of other names than `Net`, and with a mask that `Net` does not keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = torch.nn.Parameter(torch.randn(11, 5))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"attn": torch.nn.Linear(5, 5), "mlp": torch.nn.Sequential(torch.nn.Linear(5, 7))})
+            for _ in range(3)
+        )
+        self.register_buffer("mask", torch.ones(5, 5))
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = Linear(5, 5, rngs=rngs)
+        self.net = nnx.Sequential(Linear(5, 7, rngs=rngs))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.positions = Embedding(11, 5, rngs=rngs)
+        self.blocks = nnx.List([Layer(rngs) for _ in range(3)])
+
+
+NAMES: dict[str, str | None] = {
+    "start": "positions.embedding",
+    "layers": "blocks",
+    "layers.*.attn": "blocks.*.attention",
+    "layers.*.mlp": "blocks.*.net",
+    "mask": None,
+}
+
+
+def test_names_that_differ_are_renamed_both_ways() -> None:
+    torch.manual_seed(0)
+    module = TorchNet()
+    arrays = state_arrays(module)
+    model = torch_to_flax(arrays, nnx.eval_shape(lambda: Net(nnx.Rngs(0))), NAMES)
+    np.testing.assert_array_equal(model.positions.embedding[...], arrays["start"])
+    np.testing.assert_array_equal(model.blocks[2].attention.kernel[...], arrays["layers.2.attn.weight"].T)
+    np.testing.assert_array_equal(model.blocks[1].net.layers[0].bias[...], arrays["layers.1.mlp.0.bias"])
+    back = flax_to_torch(model, NAMES)
+    assert back.keys() == arrays.keys() - {"mask"}
+    for name, array in back.items():
+        np.testing.assert_array_equal(array, arrays[name], strict=True)
+    paths = flax_paths(model, NAMES)
+    assert paths["layers.1.mlp.0"] == "blocks.1.net.layers.0" and paths[""] == "" and paths["layers"] == "blocks"
+    assert (
+        paths.keys() == dict(torch_modules(model, NAMES)).keys() == dict(module.named_modules()).keys() | {"positions"}
+    )
+
+
+def test_the_deeper_name_and_the_one_with_fewer_stars_win() -> None:
+    model = Net(nnx.Rngs(0))
+    names = {**NAMES, "first": "blocks.0.attention", "shift": "blocks.0.net.layers.0.bias", "layers": None}
+    keys = slots(model, {**names, "rows": "blocks"})
+    assert {"first.weight", "first.bias", "shift", "layers.0.mlp.0.weight", "layers.2.attn.weight"} <= keys.keys()
+    assert not keys.keys() & {"layers.0.attn.weight", "layers.0.mlp.0.bias"}
+    # Of what PyTorch has below `layers`, only what is named deeper has a place in Flax.
+    arrays = {key: np.zeros(slot.torch_shape, np.float32) for key, slot in keys.items()}
+    torch_to_flax(arrays | {"layers.3.scale": np.zeros(3)}, model, {**names, "rows": "blocks"})
+    with pytest.raises(StateDictError, match=r"unexpected in the checkpoint \(1\):\n    layers.3.attn.weight \(3,\)$"):
+        torch_to_flax(arrays | {"layers.3.attn.weight": np.zeros(3)}, model, {**names, "rows": "blocks"})
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"a.b": "blocks.3"}, "rename of 'a.b' to 'blocks.3': the Flax model has no 'blocks.3'; "),
+        ({"a": "positions.weight"}, "the Flax model has no 'positions.weight'"),
+        ({"layers.*.attn": "blocks.0.attention"}, "'layers.*.attn' to 'blocks.0.attention': give both as many stars"),
+        ({"a": "blocks", "b": "blocks"}, "rename gives 'blocks' two PyTorch names, 'a' and 'b': keep one"),
+        ({"a.*": "*.0", "b.*": "blocks.*"}, "rename gives 'blocks.0' two PyTorch names, 'a.blocks' and 'b.0'"),
+        ({"positions": "blocks"}, "'positions' and 'blocks' of the Flax model would both be PyTorch's 'positions'"),
+        ({"a.weight": "blocks.0.attention.bias", "a": "blocks.0.attention"}, "would both be PyTorch's 'a.weight'"),
+    ],
+)
+def test_a_rename_that_does_not_fit_is_refused(names: dict[str, str | None], said: str) -> None:
+    model = Net(nnx.Rngs(0))
+    for port in (lambda: flax_to_torch(model, names), lambda: torch_to_flax({}, model, names)):
+        with pytest.raises(InputError) as caught:
+            port()
+        assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_missing_is_told_with_its_place_in_flax() -> None:
+    arrays = state_arrays(TorchNet())
+    del arrays["layers.2.mlp.0.weight"]
+    with pytest.raises(StateDictError) as caught:
+        torch_to_flax(arrays, Net(nnx.Rngs(0)), NAMES)
+    assert str(caught.value).splitlines()[1:] == [
+        "  missing from the checkpoint (1):",
+        "    layers.2.mlp.0.weight (7, 5), in Flax blocks.2.net.layers.0.kernel",
+    ]
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attn = nnx.MultiHeadAttention(3, 21, decode=False, dropout_rate=0.1, rngs=rngs)
+
+
+def test_the_projections_of_an_attention_are_one_layer_unless_they_are_renamed() -> None:
+    model = Attention(nnx.Rngs(0))
+    packed = ["in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"]
+    assert sorted(slots(model)) == sorted(f"attn.{name}" for name in packed)
+    assert dict(torch_modules(model)).keys() == {"", "attn"}
+    parts = {"q": "query", "k": "key", "v": "value", "o": "out"}
+    names = {f"self.{short}_proj": f"attn.{name}" for short, name in parts.items()}
+    assert sorted(slots(model, names)) == sorted(f"{name}.{part}" for name in names for part in ("weight", "bias"))
+    assert dict(torch_modules(model, names)).keys() == {"", "attn", *names}
+    linears = {name: torch.nn.Linear(21, 21) for name in names}
+    arrays = {f"{name}.{key}": array for name, linear in linears.items() for key, array in state_arrays(linear).items()}
+    torch_to_flax(arrays, model, names)
+    x = torch.randn(2, 21)
+    ours = model.attn.key(jnp.array(x.numpy())).reshape(2, 21)
+    truth = linears["self.k_proj"](x).detach().numpy()
+    np.testing.assert_allclose(np.asarray(ours), truth, atol=1e-5)  # float32 sums of 21 terms of order one
+
+
+class Shared(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.MultiHeadAttention(3, 21, decode=False, rngs=rngs)
+        self.second = self.first
+
+
+def test_a_shared_layer_is_a_tie() -> None:
+    model = Shared(nnx.Rngs(0))
+    back = flax_to_torch(model, {"again": "second"})
+    assert back["first.in_proj_weight"] is back["again.in_proj_weight"]
+    half = {name: array for name, array in back.items() if name.startswith("again")}
+    torch_to_flax(half, model, {"again": "second"})
+    wrong = back | {"first.in_proj_bias": back["first.in_proj_bias"] + 1}
+    with pytest.raises(StateDictError, match=r"different in the checkpoint \(1\):\n    first.in_proj_bias, again.in"):
+        torch_to_flax(wrong, model, {"again": "second"})
+
+
+class Held(nnx.Module):
+    """Modules in plain containers, and state of a run, which is not PyTorch's."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.pair = nnx.data([Linear(3, 5, rngs=rngs), {"inner": Linear(5, 7, rngs=rngs)}])
+        self.named = nnx.Dict({"last": Linear(7, 2, rngs=rngs)})
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(3, 21, decode=True, rngs=rngs)
+        self.attention.init_cache((2, 5, 21))
+        self.seen = nnx.Intermediate(jnp.zeros(3))
+
+
+def test_plain_containers_are_walked_and_state_of_a_run_is_left_out() -> None:
+    model = Held(nnx.Rngs(0))
+    modules = dict(torch_modules(model))
+    assert modules.keys() == {"", "pair.0", "pair.1.inner", "named", "named.last", "dropout", "attention"}
+    assert {key.rpartition(".")[0] for key in flax_to_torch(model)} == {
+        "pair.0", "pair.1.inner", "named.last", "attention", "attention.out_proj",
+    }  # fmt: skip
 
 
 def test_the_model_has_memory_of_its_own() -> None:
