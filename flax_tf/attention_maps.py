@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from flax_tf.decoding import Model
 from flax_tf.errors import InputError
 from flax_tf.files import replacing
-from flax_tf.parity.capture import one_by_one, recorded_calls
+from flax_tf.parity.events import OUTPUT, call_of, kind_of
+from flax_tf.parity.flax_side import recorded_calls
 from flax_tf.recurrent import AttnSeq2Seq, shift_right
 from flax_tf.transformer import Transformer
 
@@ -44,9 +45,7 @@ def attention_weights(
     if isinstance(model, AttnSeq2Seq):
         return model(src, target)[2][None, :, None]
     tgt = shift_right(target, model.config.start_id)
-    with recorded_calls(model) as calls:
-        model(src, tgt)
-    outputs: dict[str, Array] = dict(one_by_one(calls))  # of every module, by its path
+    outputs = submodule_outputs(model, src, tgt)
     src_mask, _ = model.generate_mask(src, tgt)
     memory = outputs[f"encoder_layers.{model.config.num_layers - 1}"]  # (B, S, D)
     weights = []
@@ -54,6 +53,19 @@ def attention_weights(
         k, _ = layer.cross_attn.keys_values(memory, memory)  # (B, N, S, H)
         weights.append(layer.cross_attn.weights(outputs[f"decoder_layers.{number}.norm1"], k, src_mask))
     return jnp.stack(weights)
+
+
+def submodule_outputs(model: nnx.Module, *inputs: Array) -> dict[str, Array]:
+    """What every submodule returns, of its last call and its last array, by its PyTorch path."""
+    outputs: dict[str, Array] = {}
+
+    def keep(name: str, array: np.ndarray) -> None:
+        if kind_of(name) == OUTPUT:
+            outputs[call_of(name)[0].path] = jnp.asarray(array)
+
+    with recorded_calls(model, keep):
+        model(*inputs)
+    return outputs
 
 
 def draw_attention(

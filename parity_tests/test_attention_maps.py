@@ -17,12 +17,11 @@ from translators import ATTENTION, PLAIN, SOURCE, SPECIAL, TARGET, TRANSFORMER, 
 from twins import float64 as float64
 from twins import relative_error
 
-from flax_tf.attention_maps import attention_weights, draw_attention, token_labels
+from flax_tf.attention_maps import attention_weights, draw_attention, submodule_outputs, token_labels
 from flax_tf.cli import main
 from flax_tf.data.tokenizer import bpe_tokenizer, char_tokenizer
 from flax_tf.decoding import greedy_search
 from flax_tf.errors import InputError
-from flax_tf.parity.capture import one_by_one, recorded_calls
 from flax_tf.recurrent import shift_right
 from flax_tf.saving import save_pretrained
 from flax_tf.translation import decode_target, encode_source
@@ -36,9 +35,7 @@ def test_the_weights_of_the_transformer_are_those_that_give_its_output() -> None
     _, model = translator(DEEP)
     weights = np.asarray(attention_weights(model, SRC, TARGET_IDS))
     assert weights.shape == (2, 3, 2, 4, 5)
-    with recorded_calls(model) as calls:
-        model(jnp.asarray(SRC), shift_right(jnp.asarray(TARGET_IDS), DEEP.start_id))
-    outputs = dict(one_by_one(calls))
+    outputs = submodule_outputs(model, jnp.asarray(SRC), shift_right(jnp.asarray(TARGET_IDS), DEEP.start_id))
     memory = outputs["encoder_layers.1"]
     for number, layer in enumerate(model.decoder_layers):
         attention = layer.cross_attn

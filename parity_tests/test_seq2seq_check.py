@@ -5,12 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from models import ATTN_RNN, RNN, TRANSFORMER, reference, state_arrays
 
 from flax_tf.errors import InputError
+from flax_tf.layers import ReLU
+from flax_tf.parity import compare, tolerances
 from flax_tf.parity.check import check
-from flax_tf.parity.report import Report, Row
 from flax_tf.parity.tolerances import GRADIENT_FLOAT64
+from flax_tf.porting import torch_to_flax
 
 SHARED = dataclasses.replace(TRANSFORMER, tgt_vocab_size=37, shared_embeddings=True, max_seq_length=7)
 MASKED = dataclasses.replace(ATTN_RNN, mask_source=True)
@@ -40,24 +43,27 @@ def test_a_tie_that_is_saved_once_is_checked() -> None:
         check({**once, "decoder_embedding.weight": np.zeros((37, 15), np.int32)}, tensors, SHARED)
 
 
-def test_a_gradient_that_fails_in_float32_alone_is_tried_on_other_inputs() -> None:
-    """But nothing else is: neither an output, nor what is wrong in float64."""
-    good = {kind: Row(kind, "name", "", 0.0, 1e-7, 1e-7) for kind in ("output", "gradient")}
-    jump = dataclasses.replace(good["gradient"], float32=1e-4)
-    wrong = dataclasses.replace(jump, float64=1e-4)
-    inaccurate = dataclasses.replace(good["output"], float32=1e-4)
-    lucky = Report((good["output"], good["gradient"]), (), None)
-    for rows, unpaired, alone, saved in (
-        ((good["output"], jump), (), True, True),
-        ((good["output"], wrong), (), False, False),
-        ((inaccurate, jump), (), False, False),
-        ((good["output"], jump), ("parameter x",), False, False),
-        ((good["output"], good["gradient"]), (), False, True),
-    ):
-        report = Report(rows, unpaired, None)
-        assert report.in_float32_gradients_alone is alone
-        assert report.luckier(lucky).ok is saved
-        assert not report.luckier(Report((good["output"], jump), (), None)).ok or report.ok
+def test_a_relu_that_flips_in_float32_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of its inputs is zero but for a rounding, which each framework's float32 makes on its own."""
+    x = np.random.default_rng(0).standard_normal((5, 101)).astype(np.float32)
+    flipped = 0
+    for seed in range(12):
+        torch.manual_seed(seed)
+        module = torch.nn.Sequential(torch.nn.Linear(101, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+        with torch.no_grad():
+            module[0].bias[3] -= module.double()[0](torch.from_numpy(x).double())[2, 3]
+        module.float()
+        model = nnx.Sequential(nnx.Linear(101, 7, rngs=nnx.Rngs(0)), ReLU(), nnx.Linear(7, 3, rngs=nnx.Rngs(0)))
+        torch_to_flax(state_arrays(module), model)
+        monkeypatch.setattr(tolerances, "NUDGES", 0)
+        report = compare(module, model, x)
+        if not report:
+            assert report.in_low_gradients_alone
+            flipped += 1
+            monkeypatch.setattr(tolerances, "NUDGES", 8)
+            report = compare(module, model, x)
+        assert report.ok, report.summary()
+    assert flipped
 
 
 def test_a_moved_weight_of_a_module_within_a_scan_is_located() -> None:

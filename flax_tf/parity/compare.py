@@ -1,140 +1,227 @@
 """Comparing a PyTorch module with a Flax module, submodule by submodule, by the contract in `tolerances`."""
 
 import contextlib
-from collections.abc import Generator
+import os
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from flax_tf.errors import InputError
 from flax_tf.parity import tolerances
-from flax_tf.parity.capture import Call, Capture, capture_flax, capture_torch, cast_array, cast_module
-from flax_tf.parity.report import Report, Row
-from flax_tf.parity.tolerances import relative_error
-from flax_tf.porting.convert import torch_modules
+from flax_tf.parity.dropout import recording_dropout, replaying_dropout_torch
+from flax_tf.parity.events import GRADIENTS, kind_of
+from flax_tf.parity.flax_side import Rename, run_flax
+from flax_tf.parity.measure import Measure, channels_last_input
+from flax_tf.parity.report import Report
+from flax_tf.parity.torch_side import run_torch
+from flax_tf.parity.tree import map_arrays, to_numpy
+from flax_tf.parity.truth import Spool, Truth, read_truth, write_truth
+from flax_tf.parity.verdict import judge
 from flax_tf.porting.files import torch_to_numpy
 
 if TYPE_CHECKING:
     import torch
 
-ROOT = "(model)"
+LOW_PRECISIONS = ("float32", "bfloat16")
 
 
-def compare(torch_module: "torch.nn.Module", flax_module: nnx.Module, *inputs: np.ndarray) -> Report:
-    """Runs both modules on the same inputs, in float64 and float32, and compares all they compute.
+def compare(
+    torch_module: "torch.nn.Module",
+    flax_module: nnx.Module,
+    *inputs: Any,
+    rename: Rename = None,
+    train: bool = False,
+    channels_last: bool = False,
+    precisions: Sequence[str] = ("float32",),
+    seed: int = 0,
+    **kwargs: Any,
+) -> Report:
+    """Runs both modules on the same inputs, forwards and backwards, and compares all they compute.
 
     Args:
-        torch_module: the reference. It is copied, put in evaluation mode and cast; weights of any precision.
-        flax_module: its twin, with the same names; copied and cast likewise.
-        inputs: arrays as both modules take them: integer ids, or floating-point numbers of any precision.
+        torch_module: the reference. It is copied and cast; weights of any precision.
+        flax_module: its twin; copied and cast likewise. Modules are paired by their paths.
+        inputs: the arguments of both: arrays of NumPy, JAX or PyTorch, in any tuples, lists and dicts. Integer ids are
+            taken as they are, floating-point numbers in each precision.
+        rename: {PyTorch path: Flax path} where these differ, or None for what Flax lacks on purpose; `*` stands for one
+            component (see `porting.torch_to_flax`).
+        train: in training mode, with dropout: PyTorch draws the masks (from `seed`), and Flax drops by the same.
+        channels_last: Flax takes and returns arrays of three axes and more with the channels last, as images are for
+            `nnx.Conv`; `inputs` are PyTorch's. Within the model the layouts of layers are told apart in any case.
+        precisions: what is compared besides float64: "float32", "bfloat16".
+        kwargs: the keyword arguments of both.
 
-    Compared are the output of every submodule's every call, and the gradient of every parameter for a random
-    cotangent of the output. Matrix products run at full precision, whatever the process has set; that is put back.
+    Compared are the output of every submodule's every call, the gradient of every parameter and input for a random
+    cotangent of the outputs, and the weights. In float64 Flax must agree with PyTorch; below, it must be as near to
+    PyTorch's float64 result as PyTorch itself. One submodule's arrays are in memory at a time: PyTorch's float64
+    results go to a temporary file. Matrix products run at full precision, whatever the process has set; that is put
+    back.
+    Raises InputError if an argument can't be used.
     """
+    _check_precisions(precisions)
+    with full_precision(), tempfile.TemporaryFile() as file:
+        truth, low_run = _run_reference(torch_module, inputs, kwargs, train, precisions, seed, Spool(file))
+        return _compare(truth, flax_module, rename, channels_last, low_run)
+
+
+def record(
+    torch_module: "torch.nn.Module",
+    inputs: Any,
+    path: str | os.PathLike,
+    *,
+    train: bool = False,
+    precisions: Sequence[str] = ("float32",),
+    seed: int = 0,
+    **kwargs: Any,
+) -> None:
+    """Writes what `compare_recorded` needs where PyTorch is not installed, to one safetensors file.
+
+    `inputs` is an array, or a tuple of the arguments; the rest is as of `compare`. The file holds the weights, the
+    inputs, what goes into and comes out of every submodule in float64, forwards and backwards, and PyTorch's own errors
+    in the lower precisions.
+    Raises InputError for an argument that is neither array, number, string nor a container of these, and OSError if
+    the file can't be written; what was at `path` is replaced when the new file is complete.
+    """
+    _check_precisions(precisions)
+    with full_precision(), tempfile.TemporaryFile() as file:
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        truth, low_run = _run_reference(torch_module, args, kwargs, train, precisions, seed, Spool(file))
+        for precision in precisions:
+            for nudge in range(tolerances.NUDGES):
+                low_run(precision, nudge)
+        write_truth(truth, path)
+
+
+def compare_recorded(
+    path: str | os.PathLike, flax_module: nnx.Module, *, rename: Rename = None, channels_last: bool = False
+) -> Report:
+    """`compare` against what `record` wrote, without PyTorch. The weights of `flax_module` are compared as they are.
+
+    To fill it from the file: `torch_to_flax(parity.recorded_weights(path), flax_module)`.
+    Raises InputError if the file is of another kind or not whole.
+    """
+    truth = read_truth(path)
     with full_precision():
-        torch64, torch32 = (capture_torch(torch_module, inputs, dtype) for dtype in ("float64", "float32"))
-        flax64, flax32 = (capture_flax(flax_module, inputs, dtype) for dtype in ("float64", "float32"))
-        layers = {path: type(module).__name__ for path, module in torch_modules(flax_module)}
-        outputs = _output_rows(torch64, torch32, flax64, flax32, layers)
-        gradients = _gradient_rows(torch64, torch32, flax64, flax32)
-        failed = {row.name for row in outputs if not row.ok}
-        culprit = _first_wrong(flax_module, torch64, failed) if failed else None
-    return Report(tuple(outputs + gradients), tuple(_unpaired(torch64, flax64)), culprit)
+        return _compare(truth, flax_module, rename, channels_last, None)
+
+
+def recorded_weights(path: str | os.PathLike) -> Mapping[str, np.ndarray]:
+    """The state dict in a recorded file, mapped into memory. Raises InputError as `compare_recorded`."""
+    return read_truth(path).weights
 
 
 @contextlib.contextmanager
 def full_precision() -> Generator[None]:
     """float64 on and no reduced-precision matrix products (TF32, bf16 passes) in either framework, for the block."""
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with contextlib.ExitStack() as restored:
+        try:
+            import torch
+        except ModuleNotFoundError:  # nothing of it will run
+            pass
+        else:
+            restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            restored.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cudnn.allow_tf32 = False
+        # For the process too: what leaves a compiled program passes through another thread.
+        restored.callback(jax.config.update, "jax_enable_x64", jax.config.jax_enable_x64)
+        jax.config.update("jax_enable_x64", True)
         with jax.enable_x64(True), jax.default_matmul_precision("highest"):
             yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
-def _output_rows(
-    torch64: Capture, torch32: Capture, flax64: Capture, flax32: Capture, layers: dict[str, str]
-) -> list[Row]:
-    """One row per submodule, in PyTorch's order of execution: the worst of its outputs.
-
-    Where it is called more than once, as in a decoder that goes step by step, each side is taken by its worst call:
-    which call has bad luck with its float32 roundings differs between them.
-    """
-    calls: dict[tuple[str, int], list[Call]] = {}
-    for path, number, index in (call for call in torch64.outputs if call in flax64.outputs):
-        calls.setdefault((path, index), []).append((path, number, index))
-    rows: dict[str, Row] = {}
-    for (path, _), same in calls.items():
-        errors = (
-            max(relative_error(side.outputs[call], torch64.outputs[call]) for call in same)
-            for side in (flax64, flax32, torch32)
-        )
-        row = Row("output", path or ROOT, layers[path], *errors)
-        rows[path] = rows[path].merged(row) if path in rows else row
-    return list(rows.values())
+# (precision, number of the nudge) -> None: another run of PyTorch, whose gradients' errors join the truth's.
+_LowRun = Callable[[str, int], None]
 
 
-def _gradient_rows(torch64: Capture, torch32: Capture, flax64: Capture, flax32: Capture) -> list[Row]:
-    """One row per parameter that both sides have, in PyTorch's order."""
-    whole = float(np.sqrt(sum(np.linalg.norm(gradient) ** 2 for gradient in torch64.gradients.values())))
-
-    def zero(gradient: np.ndarray) -> bool:
-        rounding = tolerances.ZERO_ROUNDINGS * float(np.finfo(gradient.dtype).eps) * whole
-        return float(np.linalg.norm(gradient)) <= rounding
-
-    def error(gradient: np.ndarray, truth: np.ndarray) -> float:
-        if zero(truth) and zero(gradient):
-            return 0.0
-        part = float(np.linalg.norm(truth)) / whole if gradient.dtype == np.float32 else 1.0
-        return relative_error(gradient, truth) * min(1.0, part / tolerances.SMALL_GRADIENT)
-
-    return [
-        Row("gradient", name, "", *(error(side.gradients[name], truth) for side in (flax64, flax32, torch32)))
-        for name, truth in torch64.gradients.items()
-        if name in flax64.gradients
-    ]
-
-
-def _first_wrong(flax_module: nnx.Module, torch64: Capture, failed: set[str]) -> str:
-    """The first failed submodule that goes wrong by itself, given PyTorch's own inputs to it.
-
-    A submodule that only passes on what it was given wrongly is right by itself, so the first failed output in
-    order is not enough: a wrong scale of the scores would be laid on the dropout that follows it.
-    """
-    submodules: dict[str, Any] = dict(torch_modules(cast_module(flax_module, "float64")))
-    for path, number in torch64.inputs:
-        if (path or ROOT) in failed:
-            submodules[path].eval()
-            arguments = (_to_jax(argument) for argument in torch64.inputs[path, number])
-            for index, leaf in enumerate(jax.tree.leaves(submodules[path](*arguments))):
-                truth = torch64.outputs[path, number, index]
-                if relative_error(np.asarray(leaf), truth) > tolerances.OUTPUT_FLOAT64:
-                    return path or ROOT
-    return next(path or ROOT for path, _ in torch64.inputs if (path or ROOT) in failed)
-
-
-def _to_jax(argument: Any) -> Any:
+def _run_reference(
+    module: "torch.nn.Module",
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    train: bool,
+    precisions: Sequence[str],
+    seed: int,
+    spool: Spool,
+) -> tuple[Truth, _LowRun]:
+    """PyTorch's float64 results and its errors below, and what measures more of these."""
     import torch
 
-    return cast_array(torch_to_numpy(argument), "float64") if isinstance(argument, torch.Tensor) else argument
+    args, kwargs = to_numpy((inputs, dict(kwargs)))
+    masks: Masks = {}
+
+    @contextlib.contextmanager
+    def recording(module: torch.nn.Module) -> Generator[None]:
+        with recording_dropout(module, seed) as drawn:
+            yield
+        masks.update(drawn)
+
+    def replaying(module: torch.nn.Module) -> contextlib.AbstractContextManager:
+        return replaying_dropout_torch(module, masks)
+
+    cotangents = run_torch(module, args, kwargs, "float64", spool.put, dropout=recording if train else None)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    truth = Truth(
+        arrays=spool,
+        weights={name: torch_to_numpy(tensor) for name, tensor in module.state_dict().items()},
+        arguments={"args": args, "kwargs": kwargs},
+        cotangents=cotangents,
+        layers={path: type(submodule).__name__ for path, submodule in module.named_modules()},
+        trained=[name for name, parameter in parameters.items() if parameter.requires_grad],
+        masks=masks if train else None,
+        settings={"torch": torch.__version__, "its matrix products": torch.get_float32_matmul_precision()},
+    )
+
+    def low_run(precision: str, nudge: int | None = None) -> None:
+        measure = Measure(truth)
+        run_torch(module, args, kwargs, precision, measure, dropout=replaying if train else None, nudge=nudge)
+        if nudge is None:
+            truth.errors[precision] = measure.errors
+            truth.nudged[precision] = {
+                name: error for name, error in measure.errors.items() if kind_of(name) in GRADIENTS
+            }
+        else:
+            nudged = truth.nudged[precision]
+            for name in nudged:
+                nudged[name] = max(nudged[name], measure.errors[name])
+
+    for precision in precisions:
+        low_run(precision)
+    return truth, low_run
 
 
-def _unpaired(torch64: Capture, flax64: Capture) -> list[str]:
-    """Calls of submodules, and parameters, that one side alone has."""
-    lines = []
-    for what, ours, theirs in (
-        ("call", {_call_name(*call) for call in flax64.outputs}, {_call_name(*call) for call in torch64.outputs}),
-        ("parameter", set(flax64.gradients), set(torch64.gradients)),
-    ):
-        lines += [f"{what} {name} is in PyTorch alone" for name in sorted(theirs - ours)]
-        lines += [f"{what} {name} is in Flax alone" for name in sorted(ours - theirs)]
-    return lines
+def _compare(
+    truth: Truth, flax_module: nnx.Module, rename: Rename, channels_last: bool, low_run: _LowRun | None
+) -> Report:
+    args, kwargs = truth.arguments["args"], truth.arguments["kwargs"]
+    if channels_last:
+        args, kwargs = map_arrays(lambda _, array: channels_last_input(array), (args, kwargs))
+    measures = {}
+    for precision in ("float64", *truth.errors):
+        measures[precision] = measure = Measure(truth, channels_last=channels_last)
+        differences = run_flax(
+            flax_module, args, kwargs, precision, measure, truth.cotangents, masks=truth.masks, rename=rename
+        )
+    judged = partial(judge, truth, flax_module, measures, rename, differences)
+    report = judged(truth.errors)
+    # Gradients that fail in low precision alone are judged by PyTorch's worst run.
+    nudges = tolerances.NUDGES if low_run else 1
+    for nudge in range(nudges):
+        if not report.in_low_gradients_alone:
+            break
+        for precision in report.precisions:
+            if low_run:
+                low_run(precision, nudge)
+        worst = {precision: errors | truth.nudged[precision] for precision, errors in truth.errors.items()}
+        report = judged(worst)
+    return report
 
 
-def _call_name(path: str, number: int, index: int) -> str:
-    return (path or ROOT) + (f", call {number + 1}" if number else "") + (f", output {index + 1}" if index else "")
+def _check_precisions(precisions: Sequence[str]) -> None:
+    wrong = [precision for precision in precisions if precision not in LOW_PRECISIONS]
+    if wrong:
+        raise InputError(f"precision {wrong[0]!r}: besides float64, choose from {', '.join(LOW_PRECISIONS)}")

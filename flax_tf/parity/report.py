@@ -1,7 +1,8 @@
 """What a comparison found, as data and as a table for a terminal."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -10,22 +11,31 @@ from rich.text import Text
 from flax_tf.parity import tolerances
 from flax_tf.terminal import print_table
 
+ROOT = "(model)"
+
+
+class Low(NamedTuple):
+    """Errors in a precision below float64, against PyTorch's float64 result."""
+
+    flax: float
+    torch: float
+
 
 @dataclass(frozen=True)
 class Row:
-    """One submodule's output (`kind` "output"), parameter's gradient ("gradient") or ported tensor ("tensor")."""
+    """A submodule's output, the gradient of a parameter or input, or a tensor of the weights."""
 
-    kind: str
+    kind: Literal["output", "gradient", "tensor"]
     name: str
-    """PyTorch's path of the submodule ("(model)" for the whole), or the parameter's key."""
+    """PyTorch's path of the submodule ("(model)" for the whole), or the parameter's key; "input 1" for an input."""
+    flax: str
+    """The same as NNX has it."""
     layer: str
-    """The Flax class."""
+    """The Flax class of a submodule."""
     float64: float
     """Relative error of Flax against PyTorch, both in float64."""
-    float32: float
-    """Relative error of Flax in float32 against PyTorch's float64 result."""
-    torch_float32: float
-    """Relative error of PyTorch in float32 against the same."""
+    low: Mapping[str, Low] = field(default_factory=dict)
+    """Relative errors by precision: "float32", "bfloat16"."""
 
     @property
     def limit64(self) -> float:
@@ -33,16 +43,23 @@ class Row:
         limits = {"output": tolerances.OUTPUT_FLOAT64, "gradient": tolerances.GRADIENT_FLOAT64, "tensor": 0.0}
         return limits[self.kind]
 
-    @property
-    def ok(self) -> bool:
-        """Whether both precisions are within the contract."""
-        output = self.kind == "output"
-        floor = tolerances.OUTPUT_FLOAT32_FLOOR if output else tolerances.GRADIENT_FLOAT32_FLOOR
-        return self.float64 <= self.limit64 and tolerances.float32_passes(self.float32, self.torch_float32, floor)
+    def limit(self, precision: str) -> float:
+        """The contract's bound on Flax's error in a precision below float64."""
+        floor = tolerances.OUTPUT_FLOOR if self.kind == "output" else tolerances.GRADIENT_FLOOR
+        return tolerances.low_limit(self.low[precision].torch, precision, floor)
+
+    def ok_in(self, precision: str) -> bool:
+        """Whether Flax's error in a precision below float64 is within the contract."""
+        return self.low[precision].flax <= self.limit(precision) < float("inf")
 
     @property
-    def in_float32_gradient_alone(self) -> bool:
-        """Whether it is a gradient that failed in float32 and not in float64."""
+    def ok(self) -> bool:
+        """Whether all precisions are within the contract."""
+        return self.float64 <= self.limit64 and all(map(self.ok_in, self.low))
+
+    @property
+    def in_low_gradient_alone(self) -> bool:
+        """Whether it is a gradient that failed, and not in float64."""
         return self.kind == "gradient" and not self.ok and self.float64 <= self.limit64
 
     def merged(self, other: "Row") -> "Row":
@@ -57,9 +74,14 @@ class Report:
     rows: tuple[Row, ...]
     """Outputs in the order of execution, then gradients, then tensors, in the order of the state dict."""
     unpaired: tuple[str, ...]
-    """Submodules and parameters that only one side has, each with the side named."""
+    """Parameters, buffers and results that only one side has, and dropouts that differ: each a reason to fail."""
+    notes: tuple[str, ...]
+    """What could not be compared by itself, such as a submodule that one side alone calls: no reason to fail, as all
+    that goes through it is compared where it comes out."""
     culprit: str | None
-    """The first submodule that is wrong on PyTorch's own inputs to it; None if there is none."""
+    """The first submodule that is wrong on right inputs, or whose gradients are; None if there is none."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Versions and precisions that it was measured with."""
 
     @property
     def ok(self) -> bool:
@@ -68,33 +90,38 @@ class Report:
     __bool__ = ok.fget
 
     @property
-    def in_float32_gradients_alone(self) -> bool:
-        """Whether models that are the same in all else differ in gradients in float32."""
+    def in_low_gradients_alone(self) -> bool:
+        """Whether models that are the same in all else differ in gradients below float64."""
         failed = [row for row in self.rows if not row.ok]
-        return bool(failed) and not self.unpaired and all(row.in_float32_gradient_alone for row in failed)
+        return bool(failed) and not self.unpaired and all(row.in_low_gradient_alone for row in failed)
 
-    def luckier(self, other: "Report") -> "Report":
-        """The report with the other's results where a gradient failed in float32 alone; all else stays."""
-        theirs = {(row.kind, row.name): row for row in other.rows}
-        rows = (theirs.get((row.kind, row.name), row) if row.in_float32_gradient_alone else row for row in self.rows)
-        return Report(tuple(rows), self.unpaired, self.culprit)
+    @property
+    def precisions(self) -> list[str]:
+        """Those below float64 that were compared."""
+        return list(dict.fromkeys(precision for row in self.rows for precision in row.low))
 
     def merged(self, other: "Report") -> "Report":
         """The worse of two reports on the same pair of models, row by row."""
         theirs = {(row.kind, row.name): row for row in other.rows}
         rows = tuple(row.merged(theirs.pop((row.kind, row.name), row)) for row in self.rows)
-        unpaired = tuple(dict.fromkeys(self.unpaired + other.unpaired))
-        return Report(rows + tuple(theirs.values()), unpaired, self.culprit or other.culprit)
+        return Report(
+            rows=rows + tuple(theirs.values()),
+            unpaired=tuple(dict.fromkeys(self.unpaired + other.unpaired)),
+            notes=tuple(dict.fromkeys(self.notes + other.notes)),
+            culprit=self.culprit or other.culprit,
+            settings=self.settings,
+        )
 
     def summary(self) -> str:
         """One line: the verdict, with the largest errors or the place of the first difference."""
         failed = [row for row in self.rows if not row.ok]
         if self.ok:
-            worst = {kind: max((r.float64 for r in self.rows if r.kind == kind), default=0.0) for kind in _KINDS}
+            found = {kind: [row.float64 for row in self.rows if row.kind == kind] for kind in ("output", "gradient")}
+            low = " and ".join(self.precisions)
             return (
-                f"the same model: {sum(r.kind == 'output' for r in self.rows)} submodules within "
-                f"{worst['output']:.1e} and {sum(r.kind == 'gradient' for r in self.rows)} gradients within "
-                f"{worst['gradient']:.1e} in float64, float32 as accurate as PyTorch"
+                f"the same model: {len(found['output'])} submodules within {max(found['output'], default=0.0):.1e} and "
+                f"{len(found['gradient'])} gradients within {max(found['gradient'], default=0.0):.1e} in float64"
+                + (f", {low} as accurate as PyTorch" if low else "")
             )
         if self.culprit is not None:
             return f"NOT the same model: the first difference is in {self.culprit} ({len(failed)} rows differ)"
@@ -102,40 +129,61 @@ class Report:
             return f"NOT the same model: {self.unpaired[0]} ({len(self.unpaired)} unpaired)"
         return f"NOT the same model: {failed[0].name} ({failed[0].kind}) and {len(failed) - 1} other rows differ"
 
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON: errors are numbers, or null for what is not finite; limits are beside them."""
+        return {
+            "same": self.ok,
+            "summary": self.summary(),
+            "culprit": self.culprit,
+            "unpaired": list(self.unpaired),
+            "notes": list(self.notes),
+            "settings": dict(self.settings),
+            "rows": [_row_dict(row) for row in self.rows],
+        }
+
     def table(self) -> Table:
         """A line per submodule in the order of execution, with the worst gradient of its own parameters."""
         table = Table(title="Flax against PyTorch: relative errors ‖a-b‖/‖b‖", box=box.SIMPLE_HEAD)
-        for heading, justify in _COLUMNS:
-            table.add_column(heading, justify=justify, no_wrap=True)
+        renamed = any(row.flax != row.name for row in self.rows if row.kind == "output")
+        headings = ["", "submodule", *(["in Flax"] if renamed else []), "layer", "float64", "gradient float64"]
+        headings += [heading for precision in self.precisions for heading in (precision, f"PyTorch {precision}")]
+        for heading in headings:
+            text = heading in ("", "submodule", "in Flax", "layer")
+            table.add_column(heading, justify="left" if text else "right", no_wrap=True)
         gradients = [row for row in self.rows if row.kind == "gradient"]
         for row in (row for row in self.rows if row.kind == "output"):
             own = [gradient for gradient in gradients if gradient.name.rpartition(".")[0] == row.name]
             ok = row.ok and all(gradient.ok for gradient in own)
             worst = f"{max(gradient.float64 for gradient in own):.1e}" if own else ""
+            low = [f"{error:.1e}" for precision in row.low for error in row.low[precision]]
             table.add_row(
                 Text("ok", "green") if ok else Text("DIFFERS", "bold red"),
                 Text(row.name),
+                *([Text(row.flax)] if renamed else []),
                 row.layer,
                 f"{row.float64:.1e}",
                 worst,
-                f"{row.float32:.1e}",
-                f"{row.torch_float32:.1e}",
+                *low,
             )
         return table
 
     def print(self) -> None:
-        """The table, what is unpaired, and the summary."""
+        """The table, what is unpaired or not compared, the settings, and the summary."""
         print_table(self.table())
-        print(*(f"unpaired: {line}" for line in self.unpaired), self.summary(), sep="\n")
+        print(*(f"note: {line}" for line in self.notes), *(f"unpaired: {line}" for line in self.unpaired), sep="\n")
+        if self.settings:
+            print(", ".join(f"{name} {value}" for name, value in self.settings.items()))
+        print(self.summary())
 
 
-_KINDS = ("output", "gradient")
-_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
-    ("", "left"),
-    ("submodule", "left"),
-    ("layer", "left"),
-    ("float64", "right"),
-    ("gradient float64", "right"),
-    ("float32", "right"),
-    ("PyTorch float32", "right"),
-)
+def _row_dict(row: Row) -> dict[str, Any]:
+    fields = asdict(row) | {"ok": row.ok, "float64": _finite(row.float64), "limit64": row.limit64}
+    fields["low"] = {
+        precision: {"flax": _finite(low.flax), "torch": _finite(low.torch), "limit": _finite(row.limit(precision))}
+        for precision, low in row.low.items()
+    }
+    return fields
+
+
+def _finite(error: float) -> float | None:
+    return error if error < float("inf") else None

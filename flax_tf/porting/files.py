@@ -29,7 +29,7 @@ _CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 _PAIRS = (("encoder", "decoder"), ("encoder_state_dict", "decoder_state_dict"))
 # Both torch and ml_dtypes have these, under the same names, but NumPy has not, so they cross as integers.
 _THROUGH_INTEGERS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
-_SAFETENSORS_DTYPES: dict[str, Any] = {
+SAFETENSORS_DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
@@ -108,14 +108,14 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    unknown = sorted({entry["dtype"] for entry in header.values()} - _SAFETENSORS_DTYPES.keys())
+    unknown = sorted({entry["dtype"] for entry in header.values()} - SAFETENSORS_DTYPES.keys())
     if unknown:
         raise InputError(f"{path} has tensors of dtype {', '.join(unknown)}, which cannot be ported")
     start = 8 + size
     # An empty tensor set leaves nothing to map.
     data = np.memmap(path, np.uint8, "r", offset=start) if path.stat().st_size > start else np.empty(0, np.uint8)
     return {
-        name: data[slice(*entry["data_offsets"])].view(_SAFETENSORS_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        name: data[slice(*entry["data_offsets"])].view(SAFETENSORS_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in header.items()
     }
 
@@ -140,7 +140,13 @@ def _read_shards(index: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _read_torch(path: Path) -> dict[str, np.ndarray]:
+def load_torch(path: Path) -> Any:
+    """What `torch.save` wrote, on the CPU, opened with `weights_only=True`.
+
+    Raises InputError for a file that is missing, damaged or unsafe to open, or if PyTorch isn't installed.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: give a file that torch.save wrote")
     try:
         import torch
     except ModuleNotFoundError:
@@ -149,7 +155,7 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
         ) from None
     try:
         # Only the zip format, PyTorch's own since 1.6, can be mapped.
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (PermissionError, MemoryError):
         raise
     except Exception as error:  # on a damaged file torch raises whatever its bytes happen to lead to
@@ -159,40 +165,58 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
                 "save model.state_dict() alone"
             ) from error
         raise InputError(f"{path} is not a whole PyTorch file ({_first_line(error)}): copy or save it again") from error
-    state_dict = _find_state_dict(loaded)
-    if state_dict is None:
+
+
+def _read_torch(path: Path) -> dict[str, np.ndarray]:
+    tensors, taken = state_dict_in(path, load_torch(path))
+    if taken:
+        logger.warning(taken)
+    return tensors
+
+
+def state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, np.ndarray], str]:
+    """The model's tensors in what was loaded from `path`, and a line on what was left out, "" if nothing.
+
+    Raises InputError if there are none.
+    """
+    found = _find_state_dict(loaded)
+    if found is None:
         raise InputError(f"{path} holds no state dict: save model.state_dict()")
+    state_dict, taken = found
     tensors = {}
     for name, tensor in state_dict.items():
         try:
             tensors[name] = torch_to_numpy(tensor)
         except (TypeError, RuntimeError) as error:  # sparse, quantized, without data
             raise InputError(f"{name} in {path} has no counterpart in NumPy ({_first_line(error)})") from error
-    return tensors
+    return tensors, taken
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _find_state_dict(loaded: Any) -> dict[str, Any] | None:
-    """The {name: tensor} dict itself, or the one or the two that a training checkpoint keeps under well-known names."""
+def _find_state_dict(loaded: Any) -> tuple[dict[str, Any], str] | None:
+    """The {name: tensor} dict itself, or the one or the two that a training checkpoint keeps under well-known names.
+
+    With a line that says so if it isn't the dict itself.
+    """
     import torch
 
     if not isinstance(loaded, dict):
         return None
     if loaded and all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()):
-        return loaded
+        return loaded, ""
     for container in _CONTAINERS:
         if container in loaded and (inner := _find_state_dict(loaded[container])) is not None:
-            logger.warning("took the state dict under %r, and nothing else of the checkpoint", container)
-            return inner
+            return inner[0], f"took the state dict under {container!r}, and nothing else of the checkpoint"
     for names in _PAIRS:
         encoder, decoder = (_find_state_dict(loaded.get(name)) for name in names)
         if encoder is not None and decoder is not None:
-            logger.warning("joined the state dicts under %r and %r, and took nothing else of the checkpoint", *names)
-            halves = {"encoder": encoder, "decoder": decoder}
-            return {f"{half}.{name}": tensor for half, tensors in halves.items() for name, tensor in tensors.items()}
+            halves = {"encoder": encoder[0], "decoder": decoder[0]}
+            joined = {f"{half}.{name}": tensor for half, tensors in halves.items() for name, tensor in tensors.items()}
+            under = f"{names[0]!r} and {names[1]!r}"
+            return joined, f"joined the state dicts under {under}, and took nothing else of the checkpoint"
     return None
 
 

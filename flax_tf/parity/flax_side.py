@@ -1,0 +1,242 @@
+"""Running a Flax module in one precision and telling every submodule's inputs, outputs and gradients."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from functools import cache, partial
+from itertools import count
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from flax_tf.parity.dropout import Masks, replaying_dropout
+from flax_tf.parity.events import (
+    GRADIENT,
+    INPUT,
+    INPUT_GRADIENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    Call,
+    Listener,
+    call_name,
+    key_name,
+)
+from flax_tf.parity.tree import arrays_of, is_array, map_arrays
+from flax_tf.porting.convert import flax_to_torch, slots, torch_modules
+
+Rename = Mapping[str, str | None] | None
+
+
+def run_flax(
+    module: nnx.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dtype: str,
+    listener: Listener,
+    cotangents: Mapping[str, np.ndarray],
+    *,
+    masks: Masks | None = None,
+    rename: Rename = None,
+) -> list[str]:
+    """Runs a copy of a Flax module forwards and backwards, jitted as a whole. Returns how its dropout differs.
+
+    Floating-point arrays of the arguments (NumPy's, in any containers) and weights are cast to `dtype`; for float64
+    the caller sets `jax.enable_x64`. Names are PyTorch's. The gradients are those of the scalar Σ output · cotangent.
+    With `masks` the module is in training mode and drops what they say, else in evaluation mode.
+    Every array leaves the compiled program when it is computed, and none is kept.
+    """
+    module = cast_module(module, dtype)
+    module.eval() if masks is None else module.train()
+    graph, parameters, rest = nnx.split(module, nnx.Param, ...)
+    arrays = {label: cast_array(array, dtype) for label, array in arrays_of((args, dict(kwargs))).items()}
+    floats = {label: array for label, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
+    differences: list[str] = []
+    # Weights are arguments: as constants, XLA would spend minutes on folding those of a large vocabulary.
+    weights = {label: cast_array(weight, dtype) for label, weight in cotangents.items()}
+
+    @partial(jax.jit, compiler_options=compiler_options())
+    def run(parameters: nnx.State, floats: dict[str, jax.Array], weights: dict[str, jax.Array]) -> nnx.State:
+        def scalar(parameters: nnx.State, floats: dict[str, jax.Array]) -> jax.Array:
+            model = nnx.merge(graph, parameters, rest)
+            inputs = {**arrays, **floats}
+            given_args, given_kwargs = map_arrays(lambda label, _: inputs[label], (args, dict(kwargs)))
+            with _dropping(model, masks, rename, differences), recorded_calls(model, listener, rename):
+                outputs = arrays_of(model(*given_args, **given_kwargs))
+            # Only what both sides return: what one returns alone is reported.
+            pairs = [(outputs[label], weights[label]) for label in weights if label in outputs]
+            return sum((jnp.vdot(*pair) for pair in pairs if pair[0].shape == pair[1].shape), jnp.zeros((), dtype))
+
+        # With respect to the inputs too, or their gradients would not be computed and told.
+        return jax.grad(scalar, argnums=(0, 1))(parameters, floats)[0]
+
+    gradients = jax.block_until_ready(run(parameters, floats, weights))
+    jax.effects_barrier()
+    trained = {
+        key for key, slot in slots(module, rename).items() if all(isinstance(v, nnx.Param) for v in slot.variables)
+    }
+    for key, gradient in flax_to_torch(nnx.merge(graph, gradients, rest), rename).items():
+        if key in trained:
+            listener(key_name(GRADIENT, key), gradient)
+    return differences
+
+
+@contextlib.contextmanager
+def _dropping(model: nnx.Module, masks: Masks | None, rename: Rename, differences: list[str]) -> Generator[None]:
+    """Training mode's dropout for the block, if there are masks; what differs joins the list."""
+    if masks is None:
+        yield
+        return
+    with replaying_dropout(model, masks, rename) as lines:
+        yield
+    differences.extend(lines)
+
+
+@cache
+def compiler_options() -> dict[str, Any]:
+    """The compiler options for a single run whose float32 matrix products are as accurate as PyTorch's.
+
+    On a CPU, XLA's default kernel adds each dot product up in one running total: at 2,048 terms its error is three
+    times that of PyTorch, which adds up in blocks, as XLA's other kernel does. And LLVM's optimisation takes longer
+    than it saves in one run; it changes no product.
+    """
+    cpu = {"xla_cpu_experimental_ynn_fusion_type": "", "xla_backend_optimization_level": 0}
+    options = cpu if jax.default_backend() == "cpu" else {}
+    try:
+        jax.jit(lambda x: x, compiler_options=options)(0)
+    except jax.errors.JaxRuntimeError:  # an XLA without that kernel, and so without the option
+        return {}
+    return options
+
+
+class _Numbers:
+    """Numbers the calls as they happen: within a `jax.lax.scan`, one traced call happens many times.
+
+    A site is one traced call. Backwards, its calls come in reverse.
+    """
+
+    def __init__(self, listener: Listener):
+        self._listener = listener
+        self._count: Counter[str] = Counter()
+        self._happened: dict[int, list[Call]] = {}
+        self._ahead: dict[tuple[int, str], list[Call]] = {}
+
+    def begin(self, site: int, path: str, *arrays: Any) -> None:
+        if self._ahead:  # rematerialised on the way back: told already
+            return
+        self._happened.setdefault(site, []).append(Call(path, self._count[path]))
+        self._count[path] += 1
+        self._tell(INPUT, self._happened[site][-1], [str(index) for index in range(len(arrays))], arrays)
+
+    def end(self, site: int, labels: list[str], *arrays: Any) -> None:
+        if not self._ahead:
+            self._tell(OUTPUT, self._happened[site][-1], labels, arrays)
+
+    def back(self, site: int, what: str, labels: list[str], *arrays: Any) -> None:
+        ahead = self._ahead.setdefault((site, what), list(self._happened[site]))
+        self._tell(what, ahead.pop(), labels, arrays)
+
+    def _tell(self, what: str, call: Call, labels: list[str], arrays: tuple[Any, ...]) -> None:
+        for label, array in zip(labels, arrays, strict=True):
+            self._listener(call_name(what, call, label), np.asarray(array))
+
+
+@contextlib.contextmanager
+def recorded_calls(module: nnx.Module, listener: Listener, rename: Rename = None) -> Generator[None]:
+    """Tells the inputs, outputs and gradients of every call of a module of the tree, until the block ends.
+
+    `nnx.capture` would not do: it passes over a class that inherits its `__call__`, keeps no order and no gradients,
+    and fails within a `jax.lax.scan`. What is told is told when it is computed, also under jit, grad and scan.
+    """
+    paths: dict[int, str] = {}
+    for path, submodule in torch_modules(module, rename):
+        paths.setdefault(id(submodule), path)
+    classes: set[Any] = {type(submodule) for _, submodule in torch_modules(module) if callable(submodule)}
+    own: dict[Any, Any] = {cls: cls.__dict__.get("__call__") for cls in classes}
+    numbers, sites = _Numbers(listener), count()
+
+    def recording(cls: Any, original: Callable) -> Callable:
+        def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            # Not when a subclass's call has come here through super(): that call is recorded itself.
+            if type(self) is not cls or id(self) not in paths:
+                return original(self, *args, **kwargs)
+            site = next(sites)
+            inputs = list(arrays_of((args, kwargs)).values())
+            _when_computed(partial(numbers.begin, site, paths[id(self)]), inputs)
+            labels = [str(index) for index in range(len(inputs))]
+            args, kwargs = _tapped((args, kwargs), labels, partial(numbers.back, site, INPUT_GRADIENT))
+            output = original(self, *args, **kwargs)
+            outputs = arrays_of(output)
+            _when_computed(partial(numbers.end, site, list(outputs)), list(outputs.values()))
+            return _tapped(output, list(outputs), partial(numbers.back, site, OUTPUT_GRADIENT))
+
+        return call
+
+    wrapped = {cls: recording(cls, cls.__call__) for cls in classes}
+    try:
+        for cls, call in wrapped.items():
+            cls.__call__ = call
+        yield
+    finally:
+        for cls, call in own.items():
+            if call is None:
+                del cls.__call__
+            else:
+                cls.__call__ = call
+
+
+def _when_computed(tell: Callable[..., None], arrays: list[Any]) -> None:
+    """Tells the arrays: now, or, under a transformation, when the program comes to them."""
+    if any(isinstance(array, Tracer) for array in arrays):
+        jax.debug.callback(tell, *arrays, ordered=True)
+    else:
+        tell(*arrays)
+
+
+def _tapped(tree: Any, labels: list[str], tell: Callable[..., None]) -> Any:
+    """The tree, whose floating-point arrays tell their gradients on the way back; an array that comes twice, once."""
+    arrays, names = {}, {}
+    for label, array in zip(labels, arrays_of(tree).values(), strict=True):
+        if jnp.issubdtype(array.dtype, jnp.floating) and id(array) not in arrays:
+            arrays[id(array)], names[id(array)] = array, label
+    if not arrays:
+        return tree
+
+    @jax.custom_vjp
+    def tap(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return arrays
+
+    def forward(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        return arrays, None
+
+    def backward(_: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        jax.debug.callback(partial(tell, list(names.values())), *gradients, ordered=True)
+        return gradients
+
+    tap.defvjp(forward, backward)
+    aliases = dict(zip(arrays, tap(*arrays.values()), strict=True))
+    return map_arrays(lambda _, array: aliases.get(id(array), array), tree)
+
+
+def cast_array(array: Any, dtype: str) -> jax.Array:
+    """The array in JAX; in precision `dtype` if it holds floating-point numbers."""
+    if not (is_array(array) and jnp.issubdtype(array.dtype, jnp.floating)):
+        return jnp.asarray(array)
+    return jnp.asarray(np.asarray(array).astype(dtype))  # cast in NumPy: JAX would compile that for every shape
+
+
+def cast_module(module: nnx.Module, dtype: str) -> nnx.Module:
+    """A copy of the module with every floating-point parameter and buffer in precision `dtype`, to compute in it.
+
+    A layer that was told a dtype to compute in, or fixed one when it was made, as `nnx.Embed` does, is told this one.
+    """
+    graph, state = nnx.split(module)
+    copy = nnx.merge(graph, jax.tree.map(lambda leaf: cast_array(leaf, dtype), state))
+    for _, submodule in torch_modules(copy):
+        own = vars(submodule).get("dtype")
+        if own is not None and jnp.issubdtype(own, jnp.floating):
+            submodule.dtype = jnp.dtype(dtype)  # type: ignore[attr-defined]
+    return copy

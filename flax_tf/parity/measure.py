@@ -1,0 +1,87 @@
+"""A run measured against the truth while it goes on: of every array only its relative error is kept."""
+
+import numpy as np
+
+from flax_tf.parity import tolerances
+from flax_tf.parity.events import GRADIENT, INPUT, OUTPUT, call_of, kind_of
+from flax_tf.parity.tolerances import relative_error
+from flax_tf.parity.truth import Truth
+
+
+class Measure:
+    """A listener: `errors` by name, and the names that the truth hasn't.
+
+    A layer that keeps its channels last, as Flax's convolutions do, is compared with PyTorch's, which has them second,
+    after a move of the axis. What the model itself takes and returns is moved only if `channels_last` says so.
+    """
+
+    def __init__(self, truth: Truth, *, channels_last: bool = False):
+        self.errors: dict[str, float] = {}
+        self.unknown: list[str] = []
+        self.dtypes: dict[str, np.dtype] = {}
+        self._truth, self._channels_last = truth, channels_last
+
+    def __call__(self, name: str, array: np.ndarray) -> None:
+        if name not in self._truth.arrays:
+            self.unknown.append(name)
+            return
+        truth = self._truth.arrays[name]
+        kind = kind_of(name)
+        if kind == GRADIENT:
+            self.errors[name] = self._gradient_error(array, truth, self._truth.gradient_norm)
+            return
+        root = call_of(name)[0].path == ""
+        if kind == INPUT:
+            if not root and (error := _input_error(array, truth)) is not None:
+                self.errors[name] = error
+            return
+        placed = self._moved(array, truth) if root else _either_layout(array, truth)
+        if kind == OUTPUT:
+            self.errors[name] = relative_error(placed, truth)
+            self.dtypes[name] = array.dtype
+        else:
+            self.errors[name] = self._gradient_error(placed, truth, self._truth.call_gradient_norm)
+
+    def _moved(self, array: np.ndarray, truth: np.ndarray) -> np.ndarray:
+        return np.moveaxis(array, -1, 1) if self._channels_last and truth.ndim > 2 else array
+
+    def _gradient_error(self, gradient: np.ndarray, truth: np.ndarray, whole: float) -> float:
+        """Relative to the truth; to a part of all gradients where that is larger, in less than float64."""
+
+        def zero(gradient: np.ndarray) -> bool:
+            rounding = tolerances.ZERO_ROUNDINGS * tolerances.eps(gradient.dtype) * whole
+            return float(np.linalg.norm(gradient.astype(np.float64))) <= rounding
+
+        if zero(truth) and zero(gradient):
+            return 0.0
+        error = relative_error(gradient, truth)
+        if gradient.dtype == np.float64:
+            return error
+        return error * min(1.0, float(np.linalg.norm(truth)) / whole / tolerances.SMALL_GRADIENT)
+
+
+def channels_last_input(array: np.ndarray) -> np.ndarray:
+    """[B, C, ...] as [B, ..., C]; arrays with fewer axes, or without floating-point numbers, as they are."""
+    return np.moveaxis(array, 1, -1) if array.ndim > 2 and array.dtype.kind not in "biu" else array
+
+
+def _either_layout(array: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """The array as it is, or with its last axis as the second where only so, or better so, it is the truth."""
+    if array.ndim < 3 or array.ndim != truth.ndim:
+        return array
+    moved = np.moveaxis(array, -1, 1)
+    if array.shape != truth.shape:
+        return moved
+    # A wrong layout is wrong by about 1, so the other one need not be tried below that.
+    return moved if relative_error(array, truth) > 1e-1 > relative_error(moved, truth) else array
+
+
+def _input_error(array: np.ndarray, truth: np.ndarray) -> float | None:
+    """The error of a submodule's input; None where the frameworks' inputs are not to be compared, by their shapes.
+
+    A mask may be the opposite of PyTorch's, whose True can mean "hide".
+    """
+    if array.dtype == bool and truth.dtype == bool and array.shape == truth.shape:
+        return 0.0 if (array == truth).all() or (array != truth).all() else float("inf")
+    array = _either_layout(array, truth)
+    return relative_error(array, truth) if array.shape == truth.shape and truth.dtype != bool else None

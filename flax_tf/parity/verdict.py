@@ -1,0 +1,177 @@
+"""From the errors of all runs to a report: a row for each submodule, gradient and tensor, and what has no partner."""
+
+from collections.abc import Callable, Mapping
+
+import flax
+import jax
+import numpy as np
+from flax import nnx
+
+from flax_tf.parity.events import (
+    GRADIENT,
+    INPUT_GRADIENT,
+    OUTPUT,
+    Call,
+    call_name,
+    call_of,
+    key_name,
+    kind_of,
+)
+from flax_tf.parity.locate import by_call, first_wrong_output, last_wrong_gradient, outside_float64, outside_low
+from flax_tf.parity.measure import Measure
+from flax_tf.parity.report import ROOT, Low, Report, Row
+from flax_tf.parity.tolerances import relative_error
+from flax_tf.parity.truth import Truth
+from flax_tf.porting.tree import Tree
+
+TorchErrors = Mapping[str, Mapping[str, float]]
+
+
+def judge(
+    truth: Truth,
+    flax_module: nnx.Module,
+    measures: Mapping[str, Measure],
+    rename: Mapping[str, str | None] | None,
+    differences: list[str],
+    torch_errors: TorchErrors,
+) -> Report:
+    """The report on a Flax module.
+
+    Args:
+        measures: of its runs, by precision.
+        differences: how its dropout differs.
+        torch_errors: PyTorch's, by precision below float64 and then by name.
+    """
+    tree = Tree(flax_module, rename)
+    layers = {path: (own, type(module).__name__) for path, own, module in tree.modules}
+    errors = {precision: measure.errors for precision, measure in measures.items()}
+
+    def row(kind, name: str, flax: str, layer: str, names: list[str]) -> Row:
+        """The worst over the names: which of many calls has bad luck with its roundings differs between frameworks."""
+        low = {
+            precision: Low(max(errors[precision][n] for n in names), max(theirs[n] for n in names))
+            for precision, theirs in torch_errors.items()
+        }
+        return Row(kind, name, flax, layer, max(errors["float64"][n] for n in names), low)
+
+    outputs: dict[str, list[str]] = {}
+    for name in truth.arrays:
+        if kind_of(name) == OUTPUT and name in errors["float64"]:
+            outputs.setdefault(call_of(name)[0].path, []).append(name)
+    rows = [row("output", path or ROOT, *_named(layers[path], ROOT), names) for path, names in outputs.items()]
+    for key in truth.trained:
+        if (name := key_name(GRADIENT, key)) in errors["float64"]:
+            rows.append(row("gradient", key, tree.slots[key].paths[0], "", [name]))
+    for name in truth.arrays:
+        if kind_of(name) == INPUT_GRADIENT and call_of(name)[0] == Call("", 0) and name in errors["float64"]:
+            title = f"input {int(call_of(name)[1]) + 1}"
+            rows.append(row("gradient", title, title, "", [name]))
+    rows += _tensor_rows(truth, tree)
+    unpaired = [*_unpaired_keys(truth, tree), *_unpaired_results(truth, measures["float64"]), *differences]
+    culprit = _culprit(truth, errors, torch_errors, rows)
+    return Report(
+        rows=tuple(rows),
+        unpaired=tuple(unpaired),
+        notes=tuple(_notes(truth, measures["float64"], layers)),
+        culprit=culprit,
+        settings={
+            "jax": jax.__version__,
+            "flax": flax.__version__,
+            "on": jax.default_backend(),
+            "matrix products": "highest",
+            **truth.settings,
+        },
+    )
+
+
+def _named(layer: tuple[str, str], root: str) -> tuple[str, str]:
+    return layer[0] or root, layer[1]
+
+
+def _tensor_rows(truth: Truth, tree: Tree) -> list[Row]:
+    """The weights themselves: few ids of a large vocabulary are looked up in a run, and a NaN may hide in another."""
+    return [
+        Row("tensor", key, tree.slots[key].paths[0], "", relative_error(tree.slots[key].to_torch(), np.asarray(array)))
+        for key, array in truth.weights.items()
+        if key in tree.slots
+    ]
+
+
+def _culprit(
+    truth: Truth, errors: Mapping[str, Mapping[str, float]], torch_errors: TorchErrors, rows: list[Row]
+) -> str | None:
+    """The path of the submodule where the first difference starts; None if there is none, or it can't be told."""
+    failed = [row for row in rows if not row.ok]
+    if not failed:
+        return None
+    names = by_call(errors["float64"])
+    calls = [call for call in truth.calls if call in names]
+    gradients = [name for name in errors["float64"] if kind_of(name) == GRADIENT]
+
+    def located(locate: Callable[..., str | None], *rest: list[str]) -> str | None:
+        found = locate(calls, outside_float64(errors["float64"]), names, *rest)
+        for precision, theirs in torch_errors.items():
+            if found is None and any(not row.ok_in(precision) for row in failed if precision in row.low):
+                found = locate(calls, outside_low(errors[precision], theirs, precision), names, *rest)
+        return found
+
+    kinds = {row.kind for row in failed}
+    found = located(first_wrong_output) if "output" in kinds else None
+    if found is None and "tensor" in kinds:
+        found = next(row.name for row in failed if row.kind == "tensor").rpartition(".")[0]
+    if found is None and "output" not in kinds:
+        found = located(last_wrong_gradient, gradients)
+    if found is None:
+        row = failed[0]
+        found = row.name if row.kind == "output" else row.name.rpartition(".")[0]
+    return found or ROOT
+
+
+def _unpaired_keys(truth: Truth, tree: Tree) -> list[str]:
+    lines = []
+    for key in truth.weights:
+        if key not in tree.slots and key not in tree.ignored and not tree.rename.leaves_out(key):
+            lines.append(f"{'parameter' if key in truth.trained else 'buffer'} {key} is in PyTorch alone")
+    trained = set(truth.trained)
+    for key, slot in tree.slots.items():
+        is_parameter = any(isinstance(variable, nnx.Param) for variable in slot.variables)
+        if key not in truth.weights:
+            place = "" if slot.paths[0] == key else f" ({slot.paths[0]})"
+            lines.append(f"{'parameter' if is_parameter else 'buffer'} {key}{place} is in Flax alone")
+        elif key in trained and not is_parameter:
+            lines.append(f"parameter {key} is trained in PyTorch alone")
+    return lines
+
+
+def _unpaired_results(truth: Truth, measure: Measure) -> list[str]:
+    """Outputs of the whole model that one side alone returns."""
+    theirs = {call_of(name)[1] for name in truth.arrays if kind_of(name) == OUTPUT and call_of(name)[0].path == ""}
+    ours = {call_of(name)[1] for name in measure.unknown if kind_of(name) == OUTPUT and call_of(name)[0].path == ""}
+    both = {label for label in theirs if call_name(OUTPUT, Call("", 0), label) in measure.errors}
+    return [f"result {label} is in PyTorch alone" for label in sorted(theirs - both)] + [
+        f"result {label} is in Flax alone" for label in sorted(ours)
+    ]
+
+
+def _notes(truth: Truth, measure: Measure, layers: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Outputs that could not be compared, and those that were not computed in float64."""
+    lines = []
+    for name in truth.arrays:
+        if kind_of(name) == OUTPUT and name not in measure.errors and (call := call_of(name)[0]).path:
+            lines.append(f"{_output(name)} ({truth.layers.get(call.path, '')}) is in PyTorch alone")
+    for name in measure.unknown:
+        if kind_of(name) == OUTPUT and call_of(name)[0].path:
+            lines.append(f"{_output(name)} ({layers[call_of(name)[0].path][1]}) is in Flax alone")
+    for name, dtype in measure.dtypes.items():  # where it starts; all that follows is so too
+        if dtype.kind not in "biuc" and dtype != np.float64:
+            lines.append(f"{_output(name)} is {dtype} in the float64 run: the code of the Flax module fixes its dtype")
+            break
+    return list(dict.fromkeys(lines))
+
+
+def _output(name: str) -> str:
+    call, label = call_of(name)
+    number = f", call {call.number + 1}" if call.number else ""
+    return (
+        f"output {label} of {call.path or ROOT}{number}" if label != "0" else f"output of {call.path or ROOT}{number}"
+    )
