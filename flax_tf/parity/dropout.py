@@ -171,7 +171,7 @@ def replaying_dropout(
     Raises InputError, from within the model's call, for dropout within a `jax.lax.scan`.
     """
     paths: dict[int, str] = {}
-    for path, submodule in torch_modules(module, rename) if rename else torch_modules(module):
+    for path, submodule in torch_modules(module, rename):
         paths.setdefault(id(submodule), path)
     queues = {path: list(calls) for path, calls in masks.items()}
     differences: list[str] = []
