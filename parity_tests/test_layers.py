@@ -66,7 +66,7 @@ def test_layer_norm_variance_is_taken_in_two_passes(offset: float) -> None:
     assert (relative_error(one_pass, truth) > 1) == (offset > 0)
 
 
-CONVOLUTIONS = {
+DRAWN = {
     "Conv": (lambda: torch.nn.Conv2d(6, 40, (3, 5), groups=2), lambda rngs: Conv(6, 40, (3, 5), groups=2, rngs=rngs)),
     "ConvTranspose": (lambda: torch.nn.ConvTranspose1d(40, 7, 3), lambda rngs: ConvTranspose(40, 7, (3,), rngs=rngs)),
     "MultiHeadAttention": (
@@ -80,9 +80,9 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("kind", DRAWN)
 def test_convolution_and_attention_start_from_pytorchs_distributions(kind: str) -> None:
-    reference, layer = CONVOLUTIONS[kind]
+    reference, layer = DRAWN[kind]
     torch.manual_seed(0)
     theirs = [{name: p.detach().numpy() for name, p in reference().named_parameters()} for _ in range(11)]
     ours = [flax_to_torch(layer(nnx.Rngs(seed))) for seed in range(11)]

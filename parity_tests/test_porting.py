@@ -218,6 +218,10 @@ def test_the_deeper_name_and_the_one_with_fewer_stars_win() -> None:
         ({"layers.*.attn": "blocks.0.attention"}, "'layers.*.attn' to 'blocks.0.attention': give both as many stars"),
         ({"a": "blocks", "b": "blocks"}, "rename gives 'blocks' two PyTorch names, 'a' and 'b': keep one"),
         ({"a.*": "*.0", "b.*": "blocks.*"}, "rename gives 'blocks.0' two PyTorch names, 'a.blocks' and 'b.0'"),
+        (
+            {"positions.weight": None},
+            "Flax has no 'positions.weight', but it is 'positions.embedding' of the Flax model",
+        ),
         ({"positions": "blocks"}, "'positions' and 'blocks' of the Flax model would both be PyTorch's 'positions'"),
         ({"a.weight": "blocks.0.attention.bias", "a": "blocks.0.attention"}, "would both be PyTorch's 'a.weight'"),
     ],

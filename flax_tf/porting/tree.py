@@ -55,7 +55,8 @@ class Slot:
 class Tree:
     """The walk through a Flax model, parents before children; one under several paths is met under each.
 
-    Raises InputError for a `rename` that names nothing of the model, or gives two things one PyTorch name.
+    Raises InputError for a `rename` that names nothing of the model, gives two things one PyTorch name, or leaves out
+    what the model has.
     """
 
     def __init__(self, model: nnx.Module, rename: Mapping[str, str | None] | None = None):
@@ -70,7 +71,7 @@ class Tree:
         root = self.rename.torch_path(())
         self._walk(model, () if root is None else root, ())
         self.rename.check_used()
-        self._check_paths()
+        self._check_names()
 
     def _walk(self, node: Any, torch: Path, flax: Path) -> None:
         """A node is a module, or a container that has no place in PyTorch's names but its members' indices or keys."""
@@ -115,11 +116,17 @@ class Tree:
             _one_name(key, self.slots[key].paths[0], slot.paths[0])
         self.slots[key] = slot
 
-    def _check_paths(self) -> None:
+    def _check_names(self) -> None:
         seen: dict[str, str] = {}
         for torch, flax, _ in self.modules:
-            if seen.setdefault(torch, flax) != flax:
+            if torch in seen:
                 _one_name(torch, seen[torch], flax)
+            seen[torch] = flax
+        for key, slot in self.slots.items():
+            if self.rename.leaves_out(key):
+                raise InputError(
+                    f"rename says that Flax has no {key!r}, but it is {slot.paths[0]!r} of the Flax model: take None out"
+                )
 
 
 def _members(node: Any) -> Iterator[tuple[str, Any]]:
