@@ -125,7 +125,7 @@ class Tree:
         for key, slot in self.slots.items():
             if self.rename.leaves_out(key):
                 raise InputError(
-                    f"rename says that Flax has no {key!r}, but it is {slot.paths[0]!r} of the Flax model: take None out"
+                    f"rename says that Flax has no {key!r}, but it is {slot.paths[0]!r} of the Flax model: drop None"
                 )
 
 
