@@ -103,6 +103,18 @@ def test_clipping_a_decay_mask_and_a_schedule_with_momentum() -> None:
     assert report.torch_losses[-1] < report.torch_losses[0]
 
 
+def test_tied_parameters_move_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return {"source": rng.integers(1, 31, size=(3, 7)), "target": rng.integers(1, 31, size=(3, 6))}
+
+    config = replace(TRANSFORMER, src_vocab_size=31, shared_embeddings=True)
+    monkeypatch.setitem(SYSTEMS, "tied", (config, *PAIRS[:2], batch))
+    report = trained("tied", 3, **same_optimizer(OptimizerConfig(clip_norm=0.5), 3))
+    assert report.ok, report.summary()
+    errors = {row.name: row.error for row in report.rows}
+    assert errors["encoder_embedding.weight"] == errors["decoder_embedding.weight"] == errors["fc.weight"]
+
+
 @pytest.mark.parametrize("cleaned", [True, False])
 def test_adam_magnifies_the_noise_of_gradients_that_are_zero(cleaned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rule for noise, zero biases of attention's keys would fail an honest pair."""
@@ -166,11 +178,13 @@ STEP = 1e-3
 
 
 def small(
-    steps: int = 4, change: Any = None, config: OptimizerConfig | None = None, **arguments: Any
+    steps: int = 4, change: Any = None, config: OptimizerConfig | None = None, frozen: str = "", **arguments: Any
 ) -> TrainingReport:
-    """Training of the small pair; the Flax model is made with `change`."""
+    """Training of the small pair; the Flax model is made with `change`, and PyTorch leaves `frozen` as it is."""
     torch.manual_seed(0)
     module = Small()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad = name != frozen
     state = {name: torch_to_numpy(tensor) for name, tensor in module.state_dict().items()}
     model = torch_to_flax(state, FlaxSmall(**(change or {})), RENAME)
     rng = np.random.default_rng(0)
@@ -205,6 +219,9 @@ CLIPPED = OptimizerConfig(learning_rate=STEP, clip_norm=0.01)
 L2 = OptimizerConfig(name="adam", learning_rate=STEP, weight_decay=1e-2)
 MATRICES = OptimizerConfig(learning_rate=STEP, decay="matrices")
 MOMENTUM = OptimizerConfig(name="sgd", learning_rate=STEP, momentum=0.9, weight_decay=0.0)
+FIRST_STEP = (
+    "the learning rate or its schedule: every update is 1.9 times PyTorch's, or its averages start otherwise (momentum"
+)
 AT_ONCE = "(at step 1, with equal parameters and gradients)"
 
 
@@ -236,7 +253,8 @@ AT_ONCE = "(at step 1, with equal parameters and gradients)"
         ),
         (
             {"config": WARM, "flax_optimizer": adamw(rate=lambda step: learning_rates(WARM, 4)(step + 1))},
-            f"the learning rate or its schedule: every update is 2 times PyTorch's {AT_ONCE}",
+            "the learning rate or its schedule: every update is 2 times PyTorch's, or its averages start otherwise "
+            f"(momentum, bias correction) {AT_ONCE}",
         ),
         (
             {"config": COSINE, "flax_optimizer": adamw()},
@@ -245,7 +263,7 @@ AT_ONCE = "(at step 1, with equal parameters and gradients)"
         ),
         ({"config": CLIPPED, "flax_optimizer": adamw()}, "clipping: PyTorch multiplied all gradients by 0.0"),
         ({"flax_optimizer": adamw(b2=0.99)}, "the update rule of all parameters: neither"),
-        ({"config": MOMENTUM, "flax_optimizer": optax.sgd(STEP, 0.9, nesterov=True)}, "the learning rate or its"),
+        ({"config": MOMENTUM, "flax_optimizer": optax.sgd(STEP, 0.9, nesterov=True)}, FIRST_STEP),
         (
             {"change": {"frozen": True}},
             "the model or the loss: at step 1, with equal parameters, the loss agrees, and gradients differ: those of "
@@ -256,13 +274,17 @@ AT_ONCE = "(at step 1, with equal parameters and gradients)"
             "the running statistics: at step 1, with equal parameters and gradients, bn.running_mean, bn.running_var "
             "differ",
         ),
+        (
+            {"frozen": "last.bias"},
+            f"weight decay of 1 of 8 parameters (last.bias): Flax decays by 0.01, PyTorch by 0 {AT_ONCE}",
+        ),
         ({"change": {"rate": 0.2}}, "drop drops 0.2, PyTorch 0.1"),
         ({"change": {"rate": 0.0}}, "(model) drops 0.1 in PyTorch, Flax does not"),
     ],
     ids=[
         "epsilon in the root", "decay on norms", "no decay on norms", "L2 for decoupled", "decoupled for L2",
         "schedule off by one", "no schedule", "no clipping", "beta", "nesterov", "stopped gradient",
-        "batch norm momentum", "dropout rate", "no dropout",
+        "batch norm momentum", "frozen in PyTorch", "dropout rate", "no dropout",
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_caught_and_explained(arguments: dict[str, Any], diagnosis: str) -> None:

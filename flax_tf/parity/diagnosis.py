@@ -41,7 +41,7 @@ class Rule:
     clipping: float
     """What PyTorch multiplied the gradients by; 1 where it did not clip."""
     decay: Mapping[str, float]
-    """Weight decay by parameter."""
+    """Weight decay by parameter; 0 for one that got no gradient, which PyTorch leaves as it is."""
     rates: Mapping[str, float]
     """The learning rate by parameter."""
     flax_updates: Callable[[Arrays], Arrays]
@@ -78,7 +78,7 @@ def diagnose(number: int, theirs: Side, ours: Side, rule: Rule) -> str | None:
     if buffers:
         return f"the running statistics: {start}, with equal parameters and gradients, {_list(buffers)} differ"
     if after:
-        return f"{_update(after, theirs, ours, rule)} ({start}, with equal parameters and gradients)"
+        return f"{_update(number, after, theirs, ours, rule)} ({start}, with equal parameters and gradients)"
     return None
 
 
@@ -92,18 +92,19 @@ def _forward(loss: float, limit: float, names: Sequence[str], theirs: Side, ours
     return f"{losses}, and gradients differ: those of {_group(names, theirs.gradients)}"
 
 
-def _update(names: Sequence[str], theirs: Side, ours: Side, rule: Rule) -> str:
+def _update(number: int, names: Sequence[str], theirs: Side, ours: Side, rule: Rule) -> str:
     wanted, found = theirs.updates(), ours.updates()
     scaled = {name: rule.clipping * gradient for name, gradient in ours.gradients.items()}
     if rule.clipping < 1 and _equal(rule.flax_updates(scaled), wanted):
         return f"clipping: PyTorch multiplied all gradients by {rule.clipping:.6g}, Flax did not"
     factor = _factor(found, wanted)
     if factor is not None:
-        return f"the learning rate or its schedule: every update is {factor:.9g} times PyTorch's"
+        averages = ", or its averages start otherwise (momentum, bias correction)" if number == 1 else ""
+        return f"the learning rate or its schedule: every update is {factor:.9g} times PyTorch's{averages}"
     decayed = _group(names, {name: theirs.before[name] for name in theirs.gradients})
     decay = _factor({n: wanted[n] - found[n] for n in names}, {n: theirs.before[n] for n in names})
-    if decay is not None:
-        rate = np.mean([rule.rates[name] for name in names])
+    rate = float(np.mean([rule.rates[name] for name in names]))
+    if decay is not None and rate > 0:
         apart = ", ".join(sorted({f"{rule.decay[name]:g}" for name in names}))
         own = " and ".join(sorted({f"{round(decay / rate + rule.decay[name], 9):g}" for name in names}))
         return f"weight decay of {decayed}: Flax decays by {own}, PyTorch by {apart}"

@@ -100,7 +100,9 @@ def compare_training(
             their_loss, their_gradients, masks = theirs.gradients(batch, seed + number)
             our_loss, our_gradients = ours.gradients(batch, masks)
             losses.append((their_loss, our_loss))
-            gradients = _without_noise({n: their_gradients[n] for n in names}, {n: our_gradients[n] for n in names})
+            # A parameter that is frozen in PyTorch has no gradient to compare.
+            our_gradients = {n: our_gradients[n] * theirs.parameters[n].requires_grad for n in names}
+            gradients = _without_noise({n: their_gradients[n] for n in names}, our_gradients)
             whole = norm(gradients[0].values())
             errors = {n: gradient_error(gradients[1][n], gradients[0][n], whole) for n in names}
             clipping, flax_updates = theirs.update(gradients[0]), ours.update(gradients[1])
@@ -161,11 +163,12 @@ class _TorchSide:
         return factor
 
     def settings(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Learning rate and weight decay of the last step, by parameter."""
+        """Learning rate and weight decay of the last step, by parameter; no decay for one that was not moved."""
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        own = {name: groups.get(id(p), {}) for name, p in self.parameters.items()}
-        rates = {name: float(group.get("lr", 0.0)) for name, group in own.items()}
-        return rates, {name: float(group.get("weight_decay", 0.0)) for name, group in own.items()}
+        own = {name: groups.get(id(p), self._optimizer.param_groups[0]) for name, p in self.parameters.items()}
+        moved = {name for name, p in self.parameters.items() if p.grad is not None and id(p) in groups}
+        rates = {name: float(group["lr"]) for name, group in own.items()}
+        return rates, {n: float(group.get("weight_decay", 0.0)) if n in moved else 0.0 for n, group in own.items()}
 
     def schedule(self) -> None:
         """Goes on to the learning rate of the next step."""
