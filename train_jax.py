@@ -15,10 +15,12 @@ from flax import nnx
 from flax_tf.command import INTERRUPTED, OK, run
 from flax_tf.errors import InputError
 from flax_tf.files import replacing
+from flax_tf.porting import torch_to_flax
 from flax_tf.saving import build, save_pretrained
 from flax_tf.training.checkpoint import Checkpoints
 from flax_tf.training.command_line import parse
 from flax_tf.training.config import AttnRNNRun, LanguageModelRun, RNNRun, RunConfig, TransformerRun
+from flax_tf.training.init_from import read_source, take_over
 from flax_tf.training.interrupt import putting_off_interrupts
 from flax_tf.training.language_modelling import language_modelling
 from flax_tf.training.metrics import Metrics, describe, plot_losses, read_rows
@@ -44,10 +46,15 @@ def train(config: RunConfig, settings: str) -> int:
     about = identify(config, total_steps, task.key)
 
     model = build(config.model, config.seed)
+    source = None if config.resume or config.init_from is None else read_source(config.init_from)
+    if source is not None:
+        torch_to_flax(source.weights, model)
     learning_rate = learning_rates(config.optimizer, total_steps)
     state, steps = start(
         model, build_optimizer(config.optimizer, total_steps), task.loss, config.seed, valid_loss=task.valid_loss
     )
+    if source is not None:
+        state = take_over(source, state, model, config.optimizer, total_steps)
     state = replicate(mesh, state)
 
     checkpoints = Checkpoints(run_dir / "checkpoints")
@@ -63,6 +70,8 @@ def train(config: RunConfig, settings: str) -> int:
             return OK
 
         print(task.about)
+        if source is not None:
+            print(source.about)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         print(f"{parameters:,} parameters, {mesh.size} {jax.default_backend()} device(s), {total_steps:,} steps")
         # One program for each shape of a batch, and none is made later.

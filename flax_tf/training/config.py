@@ -8,7 +8,7 @@ from flax_tf.config import AttnRNNConfig, LanguageModelConfig, RNNConfig, Transf
 from flax_tf.data.config import TextDataConfig
 from flax_tf.data.pairs import PairDataConfig
 from flax_tf.errors import InputError
-from flax_tf.training.optimizer import OptimizerConfig
+from flax_tf.training.optimizer_config import OptimizerConfig
 
 INT32 = 2**31  # JAX counts in 32 bits
 
@@ -75,6 +75,9 @@ class RunConfig:
     """Where everything that the run writes goes. null: runs/PRESET."""
     resume: bool = False
     """Continue the run in run_dir from its newest checkpoint."""
+    init_from: str | None = None
+    """Weights to start from, a file or a directory; or a PyTorch training checkpoint (model, optimizer and step), whose
+    run goes on at its step. null: fresh parameters."""
     seed: int = 0
     """Decides the initial parameters, the order of the data, dropout and the sample."""
     steps: int | None = None
