@@ -1,4 +1,4 @@
-"""Training side by side: a hundred steps of every system, and planted faults, which must be caught and explained."""
+"""Training side by side: a hundred steps of every system, and a user's own pair. Faults are in `sabotage`."""
 
 import json
 from dataclasses import replace
@@ -6,83 +6,18 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 import torch
-import torch.nn.functional as F
 from flax import nnx
-from models import ATTN_RNN, BACKBONE, BLOCK, LANGUAGE_MODEL, RNN, TRANSFORMER, reference, twin
+from models import BLOCK, TRANSFORMER, reference, twin
+from trainings import PAIRS, SYSTEMS, pair_batch, small, square, trained
 
 from flax_tf.errors import InputError
-from flax_tf.layers import BatchNorm, LayerNorm, Linear
-from flax_tf.loss import language_model_loss, sequence_loss
-from flax_tf.parity.training import TrainingReport, compare_training, same_optimizer
-from flax_tf.porting import torch_to_flax
-from flax_tf.porting.files import torch_to_numpy
-from flax_tf.training.optimizer import learning_rates, matrices
+from flax_tf.parity.training import compare_training, same_optimizer
 from flax_tf.training.optimizer_config import OptimizerConfig
-from torch_ref import loss as torch_loss
 
 torch.set_num_threads(1)  # threads cost more than they give on tensors of this size
 STEPS = 100
-
-
-def mean(total_and_count) -> Any:
-    return total_and_count[0] / total_and_count[1]
-
-
-def square(output) -> Any:
-    """A loss for models without one, with a gradient everywhere."""
-    return ((output - 0.5) ** 2).mean()
-
-
-def language_batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    tokens = rng.integers(37, size=(3, 8))
-    return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "weights": rng.random((3, 7))}
-
-
-def pair_batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    batch = {"source": rng.integers(2, 37, size=(3, 7)), "target": rng.integers(2, 31, size=(3, 6))}
-    batch["source"][1, 4:] = batch["target"][1, 3:] = 0  # padding
-    return batch
-
-
-LANGUAGE = (
-    lambda model, batch: mean(torch_loss.language_model_loss(model, batch)),
-    lambda model, batch: mean(language_model_loss(model, batch)),
-    language_batch,
-)
-PAIRS = (
-    lambda model, batch: mean(torch_loss.sequence_loss(model, batch)),
-    lambda model, batch: mean(sequence_loss(model, batch)),
-    pair_batch,
-)
-SYSTEMS = {
-    "block": (
-        BLOCK,
-        *2 * (lambda model, batch: square(model(batch)),),
-        lambda rng: rng.standard_normal((2, 7, 15)),
-    ),
-    "backbone": (
-        replace(BACKBONE, num_layers=1),
-        *2 * (lambda model, batch: square(model(batch)),),
-        lambda rng: rng.integers(37, size=(2, 7)),
-    ),
-    "language_model": (replace(LANGUAGE_MODEL, num_layers=1), *LANGUAGE),
-    "transformer": (TRANSFORMER, *PAIRS),
-    "rnn": (RNN, *PAIRS),
-    "attn_rnn": (ATTN_RNN, *PAIRS),
-}
-
-
-def trained(system: str, steps: int, model: Any = None, *, dropout: float = 0.1, **arguments: Any) -> TrainingReport:
-    """A system and its twin, or the model given, over a number of steps."""
-    config, their_loss, our_loss, batch = SYSTEMS[system]
-    module = reference(config if system == "block" else replace(config, dropout=dropout))
-    rng = np.random.default_rng(0)
-    batches = [batch(rng) for _ in range(steps)]
-    losses: dict[str, Any] = {"torch_loss": their_loss, "flax_loss": our_loss}
-    return compare_training(module, twin(module) if model is None else model, batches, **{**losses, **arguments})
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -142,59 +77,6 @@ def test_adam_magnifies_the_noise_of_gradients_that_are_zero(cleaned: bool, monk
     )
 
 
-class Small(torch.nn.Module):
-    """A user's model, with names, a norm with running statistics and dropout that Flax has otherwise."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(5, 7)
-        self.bn = torch.nn.BatchNorm1d(7)
-        self.norm = torch.nn.LayerNorm(7)
-        self.last = torch.nn.Linear(7, 3)
-
-    def forward(self, x):
-        x = F.dropout(F.relu(self.bn(self.first(x))), 0.1, self.training)
-        return self.last(self.norm(x))
-
-
-class FlaxSmall(nnx.Module):
-    def __init__(self, *, rate: float = 0.1, momentum: float = 0.1, frozen: bool = False):
-        rngs = nnx.Rngs(0)
-        self.dense = Linear(5, 7, rngs=rngs)
-        self.bn = BatchNorm(7, momentum=momentum, rngs=rngs)
-        self.norm = LayerNorm(7, epsilon=1e-5, rngs=rngs)
-        self.last = Linear(7, 3, rngs=rngs)
-        self.drop = nnx.Dropout(rate)
-        self.frozen = frozen
-
-    def __call__(self, x):
-        x = self.drop(jax.nn.relu(self.bn(self.dense(x))))
-        x = jax.lax.stop_gradient(x) if self.frozen else x
-        return self.last(self.norm(x))
-
-
-RENAME = {"first": "dense"}
-STEP = 1e-3
-
-
-def small(
-    steps: int = 4, change: Any = None, config: OptimizerConfig | None = None, frozen: str = "", **arguments: Any
-) -> TrainingReport:
-    """Training of the small pair; the Flax model is made with `change`, and PyTorch leaves `frozen` as it is."""
-    torch.manual_seed(0)
-    module = Small()
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad = name != frozen
-    state = {name: torch_to_numpy(tensor) for name, tensor in module.state_dict().items()}
-    model = torch_to_flax(state, FlaxSmall(**(change or {})), RENAME)
-    rng = np.random.default_rng(0)
-    batches = [{"x": rng.standard_normal((11, 5)), "y": rng.standard_normal((11, 3))} for _ in range(steps)]
-    losses = 2 * (lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),)
-    own: dict[str, Any] = {"torch_loss": losses[0], "flax_loss": losses[1], "rename": RENAME}
-    both = same_optimizer(config or OptimizerConfig(learning_rate=STEP), steps)
-    return compare_training(module, model, batches, **{**own, **both, **arguments})
-
-
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
 def test_a_users_own_pair(name: Any, capsys: pytest.CaptureFixture[str]) -> None:
     report = small(STEPS, config=OptimizerConfig(name=name, learning_rate=0.01))
@@ -205,104 +87,6 @@ def test_a_users_own_pair(name: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines()[-1] == report.summary()
     assert report.summary().startswith("the same training: 100 steps, 10 parameters and buffers within ")
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["same"] is True
-
-
-def adamw(*, eps: float = 1e-8, eps_root: float = 0.0, b2: float = 0.999, decay: Any = None, rate: Any = STEP) -> Any:
-    """The optimizer of `small`, or a wrong one."""
-    adam = optax.scale_by_adam(0.9, b2, eps, eps_root)
-    return optax.chain(adam, optax.add_decayed_weights(1e-2, decay), optax.scale_by_learning_rate(rate))
-
-
-WARM = OptimizerConfig(learning_rate=STEP, warmup_steps=5)
-COSINE = OptimizerConfig(learning_rate=STEP, schedule="cosine")
-CLIPPED = OptimizerConfig(learning_rate=STEP, clip_norm=0.01)
-L2 = OptimizerConfig(name="adam", learning_rate=STEP, weight_decay=1e-2)
-MATRICES = OptimizerConfig(learning_rate=STEP, decay="matrices")
-MOMENTUM = OptimizerConfig(name="sgd", learning_rate=STEP, momentum=0.9, weight_decay=0.0)
-FIRST_STEP = (
-    "the learning rate or its schedule: every update is 1.9 times PyTorch's, or its averages start otherwise (momentum"
-)
-AT_ONCE = "(at step 1, with equal parameters and gradients)"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "diagnosis"),
-    [
-        (
-            {"flax_optimizer": adamw(eps=0.0, eps_root=1e-8)},
-            "the update rule of all parameters: neither one factor nor a decay makes the updates PyTorch's, most where "
-            f"gradients are small: its epsilon {AT_ONCE}",
-        ),
-        (
-            {"config": MATRICES, "flax_optimizer": adamw()},
-            "weight decay of all parameters with one axis (biases and norms) alone: Flax decays by 0.01, PyTorch by 0 "
-            + AT_ONCE,
-        ),
-        (
-            {"flax_optimizer": adamw(decay=matrices)},
-            "weight decay of all parameters with one axis (biases and norms) alone: Flax decays by 0, PyTorch by 0.01 "
-            + AT_ONCE,
-        ),
-        (
-            {"flax_optimizer": optax.chain(optax.add_decayed_weights(1e-2), optax.adam(STEP))},
-            f"weight decay of all parameters: Flax adds it to the gradient, PyTorch does not {AT_ONCE}",
-        ),
-        (
-            {"config": L2, "flax_optimizer": adamw()},
-            f"weight decay of all parameters: PyTorch adds it to the gradient, Flax does not {AT_ONCE}",
-        ),
-        (
-            {"config": WARM, "flax_optimizer": adamw(rate=lambda step: learning_rates(WARM, 4)(step + 1))},
-            "the learning rate or its schedule: every update is 2 times PyTorch's, or its averages start otherwise "
-            f"(momentum, bias correction) {AT_ONCE}",
-        ),
-        (
-            {"config": COSINE, "flax_optimizer": adamw()},
-            "the learning rate or its schedule: every update is 1.33333333 times PyTorch's "
-            "(at step 2, with equal parameters and gradients)",
-        ),
-        ({"config": CLIPPED, "flax_optimizer": adamw()}, "clipping: PyTorch multiplied all gradients by 0.0"),
-        ({"flax_optimizer": adamw(b2=0.99)}, "the update rule of all parameters: neither"),
-        ({"config": MOMENTUM, "flax_optimizer": optax.sgd(STEP, 0.9, nesterov=True)}, FIRST_STEP),
-        (
-            {"change": {"frozen": True}},
-            "the model or the loss: at step 1, with equal parameters, the loss agrees, and gradients differ: those of "
-            "3 of 8 parameters (first.weight, bn.weight, bn.bias)",  # the norm takes the shift of first.bias out
-        ),
-        (
-            {"change": {"momentum": 0.9}},
-            "the running statistics: at step 1, with equal parameters and gradients, bn.running_mean, bn.running_var "
-            "differ",
-        ),
-        (
-            {"frozen": "last.bias"},
-            f"weight decay of 1 of 8 parameters (last.bias): Flax decays by 0.01, PyTorch by 0 {AT_ONCE}",
-        ),
-        ({"change": {"rate": 0.2}}, "drop drops 0.2, PyTorch 0.1"),
-        ({"change": {"rate": 0.0}}, "(model) drops 0.1 in PyTorch, Flax does not"),
-    ],
-    ids=[
-        "epsilon in the root", "decay on norms", "no decay on norms", "L2 for decoupled", "decoupled for L2",
-        "schedule off by one", "no schedule", "no clipping", "beta", "nesterov", "stopped gradient",
-        "batch norm momentum", "frozen in PyTorch", "dropout rate", "no dropout",
-    ],
-)  # fmt: skip
-def test_a_planted_fault_is_caught_and_explained(arguments: dict[str, Any], diagnosis: str) -> None:
-    report = small(**arguments)
-    assert not report.ok
-    assert report.summary().startswith(f"NOT the same training: {diagnosis}")
-    json.dumps(report.to_dict(), allow_nan=False)
-
-
-def test_gradient_accumulation_by_the_mean_of_means_is_caught() -> None:
-    def halves(model, batch):
-        parts = [{name: array[part] for name, array in batch.items()} for part in (slice(0, 1), slice(1, 3))]
-        return sum(mean(language_model_loss(model, part)) for part in parts) / 2
-
-    both = same_optimizer(OptimizerConfig(), 2)
-    report = trained("language_model", 2, dropout=0.0, flax_loss=halves, **both)
-    assert report.diagnosis is not None
-    assert report.diagnosis.startswith("the model or the loss: at step 1, with equal parameters, the loss is ")
 
 
 def test_a_loss_that_is_a_sum_is_named_as_a_factor() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from flax_tf.layers import RMSNorm, attend
 from flax_tf.parity.dropout import Masks, replaying_dropout
 from flax_tf.parity.events import (
     GRADIENT,
@@ -53,27 +54,25 @@ def run_flax(
     module.eval() if masks is None else module.train()
     graph, parameters, rest = nnx.split(module, nnx.Param, ...)
     arrays = {label: cast_array(array, dtype) for label, array in arrays_of((args, dict(kwargs))).items()}
-    floats = {label: array for label, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
     differences: list[str] = []
     # Weights are arguments: as constants, XLA would spend minutes on folding those of a large vocabulary.
     weights = {label: cast_array(weight, dtype) for label, weight in cotangents.items()}
 
     @partial(jax.jit, compiler_options=compiler_options())
-    def run(parameters: nnx.State, floats: dict[str, jax.Array], weights: dict[str, jax.Array]) -> nnx.State:
-        def scalar(parameters: nnx.State, floats: dict[str, jax.Array]) -> jax.Array:
-            model = nnx.merge(graph, parameters, rest)
-            inputs = {**arrays, **floats}
-            given_args, given_kwargs = map_arrays(lambda label, _: inputs[label], (args, dict(kwargs)))
-            with _dropping(model, masks, rename, differences), recorded_calls(model, listener, rename):
+    def run(parameters: nnx.State, arrays: dict[str, jax.Array], weights: dict[str, jax.Array]) -> nnx.State:
+        def scalar(parameters: nnx.State, probe: jax.Array) -> jax.Array:
+            # A copy, or what training mode changes would leak out of the trace.
+            model = nnx.merge(graph, parameters, rest, copy=True)
+            given_args, given_kwargs = map_arrays(lambda label, _: arrays[label], (args, dict(kwargs)))
+            with _dropping(model, masks, rename, differences), recorded_calls(model, listener, rename, probe):
                 outputs = arrays_of(model(*given_args, **given_kwargs))
             # Only what both sides return: what one returns alone is reported.
             pairs = [(outputs[label], weights[label]) for label in weights if label in outputs]
             return sum((jnp.vdot(*pair) for pair in pairs if pair[0].shape == pair[1].shape), jnp.zeros((), dtype))
 
-        # With respect to the inputs too, or their gradients would not be computed and told.
-        return jax.grad(scalar, argnums=(0, 1))(parameters, floats)[0]
+        return jax.grad(scalar, argnums=(0, 1))(parameters, jnp.zeros(()))[0]
 
-    gradients = jax.block_until_ready(run(parameters, floats, weights))
+    gradients = jax.block_until_ready(run(parameters, arrays, weights))
     jax.effects_barrier()
     trained = {
         key for key, slot in slots(module, rename).items() if all(isinstance(v, nnx.Param) for v in slot.variables)
@@ -145,8 +144,12 @@ class _Numbers:
 
 
 @contextlib.contextmanager
-def recorded_calls(module: nnx.Module, listener: Listener, rename: Rename = None) -> Generator[None]:
+def recorded_calls(
+    module: nnx.Module, listener: Listener, rename: Rename = None, probe: jax.Array | None = None
+) -> Generator[None]:
     """Tells the inputs, outputs and gradients of every call of a module of the tree, until the block ends.
+
+    Gradients are told under `jax.grad`: those on the way to what it differentiates, or, if `probe` is among that, all.
 
     `nnx.capture` would not do: it passes over a class that inherits its `__call__`, keeps no order and no gradients,
     and fails within a `jax.lax.scan`. What is told is told when it is computed, also under jit, grad and scan.
@@ -167,11 +170,11 @@ def recorded_calls(module: nnx.Module, listener: Listener, rename: Rename = None
             inputs = list(arrays_of((args, kwargs)).values())
             _when_computed(partial(numbers.begin, site, paths[id(self)]), inputs)
             labels = [str(index) for index in range(len(inputs))]
-            args, kwargs = _tapped((args, kwargs), labels, partial(numbers.back, site, INPUT_GRADIENT))
+            args, kwargs = _tapped((args, kwargs), labels, partial(numbers.back, site, INPUT_GRADIENT), probe)
             output = original(self, *args, **kwargs)
             outputs = arrays_of(output)
             _when_computed(partial(numbers.end, site, list(outputs)), list(outputs.values()))
-            return _tapped(output, list(outputs), partial(numbers.back, site, OUTPUT_GRADIENT))
+            return _tapped(output, list(outputs), partial(numbers.back, site, OUTPUT_GRADIENT), probe)
 
         return call
 
@@ -196,8 +199,12 @@ def _when_computed(tell: Callable[..., None], arrays: list[Any]) -> None:
         tell(*arrays)
 
 
-def _tapped(tree: Any, labels: list[str], tell: Callable[..., None]) -> Any:
-    """The tree, whose floating-point arrays tell their gradients on the way back; an array that comes twice, once."""
+def _tapped(tree: Any, labels: list[str], tell: Callable[..., None], probe: jax.Array | None) -> Any:
+    """The tree, whose floating-point arrays tell their gradients on the way back; an array that comes twice, once.
+
+    A scalar `probe` that is differentiated goes in too, or nothing would be told where no other input depends on what
+    is differentiated, as after a `stop_gradient`.
+    """
     arrays, names = {}, {}
     for label, array in zip(labels, arrays_of(tree).values(), strict=True):
         if jnp.issubdtype(array.dtype, jnp.floating) and id(array) not in arrays:
@@ -206,18 +213,18 @@ def _tapped(tree: Any, labels: list[str], tell: Callable[..., None]) -> Any:
         return tree
 
     @jax.custom_vjp
-    def tap(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def tap(arrays: list[jax.Array], probe: jax.Array | None) -> list[jax.Array]:
         return arrays
 
-    def forward(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    def forward(arrays: list[jax.Array], probe: jax.Array | None) -> tuple[list[jax.Array], None]:
         return arrays, None
 
-    def backward(_: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def backward(_: None, gradients: list[jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
         jax.debug.callback(partial(tell, list(names.values())), *gradients, ordered=True)
-        return gradients
+        return gradients, None if probe is None else jnp.zeros_like(probe)
 
     tap.defvjp(forward, backward)
-    aliases = dict(zip(arrays, tap(*arrays.values()), strict=True))
+    aliases = dict(zip(arrays, tap(list(arrays.values()), probe), strict=True))
     return map_arrays(lambda _, array: aliases.get(id(array), array), tree)
 
 
@@ -235,8 +242,15 @@ def cast_module(module: nnx.Module, dtype: str) -> nnx.Module:
     """
     graph, state = nnx.split(module)
     copy = nnx.merge(graph, jax.tree.map(lambda leaf: cast_array(leaf, dtype), state))
-    for _, submodule in torch_modules(copy):
+    for (_, submodule), (_, original) in zip(nnx.iter_modules(copy), nnx.iter_modules(module), strict=True):
         own = vars(submodule).get("dtype")
         if own is not None and jnp.issubdtype(own, jnp.floating):
             submodule.dtype = jnp.dtype(dtype)  # type: ignore[attr-defined]
+        if isinstance(original, RMSNorm) and original.epsilon is None:
+            # That of the precision it computes in: of the model's own, which must not change with this run's.
+            own = jnp.promote_types(original.weight.get_value().dtype, jnp.float32)
+            submodule.epsilon = float(jnp.finfo(own).eps)  # type: ignore[attr-defined]
+        # Its softmax is in float32 whatever the dtype.
+        if dtype == "float64" and vars(submodule).get("attention_fn") is nnx.dot_product_attention:
+            submodule.attention_fn = attend  # type: ignore[attr-defined]
     return copy

@@ -3,7 +3,7 @@
 import numpy as np
 
 from flax_tf.parity import tolerances
-from flax_tf.parity.events import GRADIENT, INPUT, OUTPUT, call_of, kind_of
+from flax_tf.parity.events import GRADIENT, GRADIENTS, INPUT, OUTPUT, call_of, kind_of
 from flax_tf.parity.tolerances import relative_error
 from flax_tf.parity.truth import Truth
 
@@ -30,10 +30,12 @@ class Measure:
         if kind == GRADIENT:
             self.errors[name] = self._gradient_error(array, truth, self._truth.gradient_norm)
             return
-        root = call_of(name)[0].path == ""
+        path = call_of(name)[0].path
+        root = path == ""
         if kind == INPUT:
-            if not root and (error := _input_error(array, truth)) is not None:
-                self.errors[name] = error
+            # PyTorch's attention has True for "hide".
+            either = self._truth.layers.get(path) == "MultiheadAttention"
+            self.errors[name] = 0.0 if root else _input_error(array, truth, either_polarity=either)
             return
         placed = self._moved(array, truth) if root else _either_layout(array, truth)
         if kind == OUTPUT:
@@ -41,6 +43,19 @@ class Measure:
             self.dtypes[name] = array.dtype
         else:
             self.errors[name] = self._gradient_error(placed, truth, self._truth.call_gradient_norm)
+
+    def close(self) -> None:
+        """The run is over: a gradient that no operation passed on is zero, and a mask that was not given is missed."""
+        calls = {call_of(name)[0] for name in self.errors if kind_of(name) == OUTPUT}
+        for name, truth in self._truth.arrays.items():
+            kind = kind_of(name)
+            if name in self.errors or kind == GRADIENT or call_of(name)[0] not in calls:
+                continue
+            if kind in GRADIENTS:
+                zero = np.zeros_like(truth)
+                self.errors[name] = self._gradient_error(zero, truth, self._truth.call_gradient_norm)
+            elif kind == INPUT and truth.dtype == bool:
+                self.errors[name] = float("inf")
 
     def _moved(self, array: np.ndarray, truth: np.ndarray) -> np.ndarray:
         return np.moveaxis(array, -1, 1) if self._channels_last and truth.ndim > 2 else array
@@ -76,12 +91,10 @@ def _either_layout(array: np.ndarray, truth: np.ndarray) -> np.ndarray:
     return moved if relative_error(array, truth) > 1e-1 > relative_error(moved, truth) else array
 
 
-def _input_error(array: np.ndarray, truth: np.ndarray) -> float | None:
-    """The error of a submodule's input; None where the frameworks' inputs are not to be compared, by their shapes.
-
-    A mask may be the opposite of PyTorch's, whose True can mean "hide".
-    """
-    if array.dtype == bool and truth.dtype == bool and array.shape == truth.shape:
-        return 0.0 if (array == truth).all() or (array != truth).all() else float("inf")
-    array = _either_layout(array, truth)
-    return relative_error(array, truth) if array.shape == truth.shape and truth.dtype != bool else None
+def _input_error(array: np.ndarray, truth: np.ndarray, *, either_polarity: bool) -> float:
+    """The error of a submodule's input; a mask is right or wrong."""
+    if truth.dtype == bool:
+        if array.dtype != bool or array.shape != truth.shape:
+            return 0.0 if either_polarity else float("inf")
+        return 0.0 if (array == truth).all() or (either_polarity and (array != truth).all()) else float("inf")
+    return relative_error(_either_layout(array, truth), truth)

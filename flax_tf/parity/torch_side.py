@@ -52,7 +52,13 @@ def run_torch(
     import torch
 
     precision = getattr(torch, dtype)
-    module = copy.deepcopy(module).to("cpu", precision).train(dropout is not None)
+    module = copy.deepcopy(module)
+    for submodule in module.modules():
+        if isinstance(submodule, torch.nn.RMSNorm) and submodule.eps is None:
+            # That of the precision it computes in: of the model's own, which must not change with this run's.
+            weight = submodule.weight if submodule.weight is not None else torch.empty(0)
+            submodule.eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
+    module.to("cpu", precision).train(dropout is not None)
     if nudge is not None:
         _nudge(module, nudge)
     calls: Counter[str] = Counter()
