@@ -15,6 +15,10 @@ from flax_tf.config import Config, config_to_dict
 from flax_tf.data.tokenizer import load_tokenizer
 from flax_tf.errors import InputError
 from flax_tf.parity.check import check as check_tensors
+from flax_tf.parity.html import write_html
+from flax_tf.parity.pair import check_pair
+from flax_tf.parity.precisions import parse_precisions
+from flax_tf.parity.report import check_page, write_json
 from flax_tf.porting import read_weights, torch_to_flax
 from flax_tf.porting.names import strip_wrappers
 from flax_tf.porting.recognise import recognise
@@ -60,19 +64,55 @@ def port(ckpt: str, out: str, config: str | None = None) -> int:
     return OK
 
 
-def check(ckpt: str, config: str | None = None, against: str | None = None) -> int:
+def check(
+    ckpt: str | None = None,
+    config: str | None = None,
+    against: str | None = None,
+    torch: str | None = None,
+    flax: str | None = None,
+    weights: str | None = None,
+    precisions: str = "float32",
+    html: str | None = None,
+    json: str | None = None,
+) -> int:
     """Ports a checkpoint, runs PyTorch and Flax on the same random inputs, and compares every submodule.
 
-    Prints a table of relative errors. Exit code 0: the same model; 1: not, and the last line names the layer.
+    Prints a table of relative errors. Exit code 0: the same model; 1: not, and the last line names the layer. In place
+    of a checkpoint of a known architecture, it takes a pair of models of your own: --torch, --flax and --config.
 
     Args:
         ckpt: A .safetensors, .pt, .pth or .bin file, or a directory that holds one: PyTorch's side.
-        config: A YAML or JSON file with the config fields that shapes do not tell, such as num_heads.
+        config: A YAML or JSON file. For CKPT: the config fields that shapes do not tell, such as num_heads. For your
+            own pair: how to make both (init, torch, flax) and what to feed them (inputs), and rename, channels_last,
+            train, seed.
         against: A file or directory with the weights for Flax's side; by default CKPT itself, ported.
+        torch: Your own PyTorch class, or function that makes a module, as package.module:Class.
+        flax: Your own Flax (NNX) class or function, as package.module:Class.
+        weights: A file or directory with the weights of your own pair; by default PyTorch's random ones.
+        precisions: What to compare besides float64: float32, bfloat16, or both with a comma between; float64: nothing.
+        html: A file for the report as a page, with a picture of the errors.
+        json: A file for the report as data.
     """
-    tensors = _read(ckpt)
-    report = check_tensors(tensors, tensors if against is None else _read(against), _config(ckpt, tensors, config))
+    for file in filter(None, (html, json)):  # before the work, not after
+        check_page(file)
+    named = parse_precisions(precisions)
+    if ckpt is not None and torch is None and flax is None and weights is None:
+        tensors = _read(ckpt)
+        theirs = tensors if against is None else _read(against)
+        report = check_tensors(tensors, theirs, _config(ckpt, tensors, config), precisions=named)
+    elif ckpt is not None:
+        raise InputError("--torch, --flax and --weights are for a pair of your own: give them, or CKPT, not both")
+    elif torch is None or flax is None or against is not None:
+        raise InputError("give a checkpoint as CKPT (and --against), or your own pair as --torch and --flax")
+    elif config is None:
+        raise InputError("--torch and --flax need --config FILE: how to make both models and what to feed them")
+    else:
+        report = check_pair(torch, flax, read_yaml(Path(config)), weights, named)
     report.print()
+    if html is not None:
+        write_html(report, html)
+    if json is not None:
+        write_json(report, json)
     return OK if report else DIFFERENT
 
 
@@ -94,7 +134,10 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     functions = {function.__name__: function for function in (inspect, port, check, generate, attention)}
     for name, function in functions.items():
         subparser = Parser(description=(function.__doc__ or "").split("\n\n    Args:")[0])
-        subparser.add_function_arguments(function, as_positional=True, skip=set(_FLAGS))
+        optional = {"ckpt"} if function is check else set()
+        for positional in optional:
+            subparser.add_argument(positional, nargs="?", help="What to check, unless it is a pair of your own.")
+        subparser.add_function_arguments(function, as_positional=True, skip=_FLAGS.keys() | optional)
         for flag, meaning in _FLAGS.items():
             if flag in signature(function).parameters:
                 subparser.add_argument(f"--{flag}", action="store_true", help=meaning)
@@ -107,7 +150,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             raise InputError(f"--{wrong[0]} must be a valid {' or '.join(kinds) or 'value'}, not {wrong[1]}") from None
         raise
     given = args[args.command].as_dict()
-    for name in ("ckpt", "against"):
+    for name in ("ckpt", "against", "weights"):
         if given.get(name):
             given[name] = str(model_directory(given[name]))
     return functions[args.command](**given)

@@ -1,6 +1,6 @@
 """Checking a checkpoint of one of our architectures: the reference and its twin, side by side on random inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +20,18 @@ SINGLE_ROWS = 31
 
 
 def check(
-    torch_tensors: Mapping[str, np.ndarray], flax_tensors: Mapping[str, np.ndarray], config: Config, seed: int = 0
+    torch_tensors: Mapping[str, np.ndarray],
+    flax_tensors: Mapping[str, np.ndarray],
+    config: Config,
+    seed: int = 0,
+    precisions: Sequence[str] = ("float32",),
 ) -> Report:
     """Loads the first tensors into `torch_ref`, ports the second to Flax, and compares the models.
 
     Both dicts are in PyTorch's names without wrapper prefixes, and usually one and the same. Two runs are merged:
     sequences of the full trained length (with one row of nothing but id 0), and sequences of a single token. The
-    tensors themselves are compared too: they must be equal, and hold no NaN or infinity.
+    tensors themselves are compared too: they must be equal, and hold no NaN or infinity. `precisions` are as of
+    `compare`.
     float64 tensors need `jax_enable_x64`. Raises InputError if torch is not installed or the tensors do not fit.
     """
     try:
@@ -44,7 +49,9 @@ def check(
         if name in parameters and not jnp.issubdtype(array.dtype, jnp.floating):
             raise InputError(f"{name} is {array.dtype}: a model computes with floating-point parameters")
     load(torch_module, {name: numpy_to_torch(array) for name, array in torch_tensors.items()})
-    long, single = (compare(torch_module, flax_module, *inputs) for inputs in _random_inputs(config, seed))
+    long, single = (
+        compare(torch_module, flax_module, *inputs, precisions=precisions) for inputs in _random_inputs(config, seed)
+    )
     return long.merged(single)
 
 

@@ -1,13 +1,18 @@
 """What a comparison found, as data and as a table for a terminal."""
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from flax_tf.errors import InputError
+from flax_tf.files import replacing
 from flax_tf.parity import tolerances
 from flax_tf.terminal import print_table
 
@@ -36,6 +41,11 @@ class Row:
     """Relative error of Flax against PyTorch, both in float64."""
     low: Mapping[str, Low] = field(default_factory=dict)
     """Relative errors by precision: "float32", "bfloat16"."""
+
+    @property
+    def module(self) -> str:
+        """The submodule that it belongs to, by PyTorch's path."""
+        return self.name if self.kind == "output" else self.name.rpartition(".")[0] or ROOT
 
     @property
     def limit64(self) -> float:
@@ -100,6 +110,10 @@ class Report:
         """Those below float64 that were compared."""
         return list(dict.fromkeys(precision for row in self.rows for precision in row.low))
 
+    def differences(self) -> list[Row]:
+        """The rows outside the contract, those of the culprit first."""
+        return sorted((row for row in self.rows if not row.ok), key=lambda row: row.module != self.culprit)
+
     def merged(self, other: "Report") -> "Report":
         """The worse of two reports on the same pair of models, row by row."""
         theirs = {(row.kind, row.name): row for row in other.rows}
@@ -152,7 +166,7 @@ class Report:
             table.add_column(heading, justify="left" if text else "right", no_wrap=True)
         gradients = [row for row in self.rows if row.kind == "gradient"]
         for row in (row for row in self.rows if row.kind == "output"):
-            own = [gradient for gradient in gradients if gradient.name.rpartition(".")[0] == row.name]
+            own = [gradient for gradient in gradients if gradient.module == row.name]
             ok = row.ok and all(gradient.ok for gradient in own)
             worst = f"{max(gradient.float64 for gradient in own):.1e}" if own else ""
             low = [f"{error:.1e}" for precision in row.low for error in row.low[precision]]
@@ -167,6 +181,19 @@ class Report:
             )
         return table
 
+    def difference_table(self, most: int) -> Table:
+        """The `differences`, at most so many, with the contract's limits."""
+        table = Table(box=box.SIMPLE_HEAD)
+        limits = [heading for precision in ("float64", *self.precisions) for heading in (precision, "limit")]
+        for heading in ("differs", "of", "layer", *limits):
+            table.add_column(heading, no_wrap=True)
+        for row in self.differences()[:most]:
+            numbers = [row.float64, row.limit64]
+            for precision in row.low:
+                numbers += [row.low[precision].flax, row.limit(precision)]
+            table.add_row(row.kind, Text(row.name), row.layer, *(f"{number:.1e}" for number in numbers))
+        return table
+
     def print(self) -> None:
         """The table, what is unpaired or not compared, the settings, and the summary."""
         print_table(self.table())
@@ -174,6 +201,24 @@ class Report:
         if self.settings:
             print(", ".join(f"{name} {value}" for name, value in self.settings.items()))
         print(self.summary())
+
+
+def write_json(report: Report, path: str | os.PathLike) -> None:
+    """Writes `Report.to_dict` to a JSON file, as `write_page` writes."""
+    write_page(json.dumps(report.to_dict(), indent=2, allow_nan=False, ensure_ascii=False) + "\n", path)
+
+
+def write_page(text: str, path: str | os.PathLike) -> None:
+    """Writes a whole file, or leaves what was there. Raises InputError if it is a directory or can't be written."""
+    check_page(path)
+    with replacing(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
+def check_page(path: str | os.PathLike) -> None:
+    """Raises InputError if there is a directory in the way of a file to write."""
+    if Path(path).is_dir():
+        raise InputError(f"{path} is a directory: name a file to write")
 
 
 def _row_dict(row: Row) -> dict[str, Any]:
