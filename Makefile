@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: train test lint types clean
+.PHONY: train test sabotage lint types clean
 
 train: .venv/core.stamp
 	$(BIN)/python train_jax.py $(if $(wildcard runs/docs/checkpoints),--resume)
 
 test: .venv/test.stamp
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# Plants every known fault, tries 500 honest pairs, and writes what was caught to docs/sabotage.md: half an hour.
+sabotage: .venv/test.stamp
+	cd parity_tests && ../$(BIN)/python -m sabotage --docs ../docs/sabotage.md
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

@@ -129,7 +129,7 @@ def full_precision() -> Generator[None]:
             torch.set_float32_matmul_precision("highest")
             torch.backends.cudnn.allow_tf32 = False
         # For the process too: what leaves a compiled program passes through another thread.
-        restored.callback(jax.config.update, "jax_enable_x64", jax.config.jax_enable_x64)
+        restored.callback(jax.config.update, "jax_enable_x64", jax.config.read("jax_enable_x64"))
         jax.config.update("jax_enable_x64", True)
         with jax.enable_x64(True), jax.default_matmul_precision("highest"):
             yield
@@ -179,6 +179,7 @@ def _run_reference(
     def low_run(precision: str, nudge: int | None = None) -> None:
         measure = Measure(truth)
         run_torch(module, args, kwargs, precision, measure, dropout=replaying if train else None, nudge=nudge)
+        measure.close()
         if nudge is None:
             truth.errors[precision] = measure.errors
             truth.nudged[precision] = {
@@ -206,6 +207,7 @@ def _compare(
         differences = run_flax(
             flax_module, args, kwargs, precision, measure, truth.cotangents, masks=truth.masks, rename=rename
         )
+        measure.close()
     judged = partial(judge, truth, flax_module, measures, rename, differences)
     report = judged(truth.errors)
     # Gradients that fail in low precision alone are judged by PyTorch's worst run.

@@ -84,9 +84,11 @@ def outside_float64(errors: Errors) -> Fails:
 
 
 def outside_low(errors: Errors, torch_errors: Errors, precision: str) -> Fails:
-    """Whether an array is outside the contract of a precision below float64."""
+    """Whether an array is outside the contract of a precision below float64; one without an error is not."""
 
     def fails(name: str) -> bool:
+        if name not in errors:
+            return False
         floor = tolerances.OUTPUT_FLOOR if kind_of(name) in (INPUT, OUTPUT) else tolerances.GRADIENT_FLOOR
         return not errors[name] <= tolerances.low_limit(torch_errors.get(name, 0.0), precision, floor) < float("inf")
 

@@ -131,12 +131,12 @@ def _gradients_told(module: "torch.nn.Module", listener: Listener) -> Generator[
             names.setdefault(id(parameter), []).append(name)
     unused = dict(names)
 
-    def tell(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def tell(parameter: torch.Tensor, gradient: Any) -> None:
         for name in names[id(parameter)]:
             listener(key_name(GRADIENT, name), torch_to_numpy(gradient))
 
     def hook(parameter: torch.Tensor) -> None:
-        tell(parameter, parameter.grad)  # type: ignore[arg-type]
+        tell(parameter, parameter.grad)
         unused.pop(id(parameter), None)
         parameter.grad = None
 

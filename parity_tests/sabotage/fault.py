@@ -23,14 +23,12 @@ class Fault:
 
     name: str
     trap: str
-    """Its rows in the table of traps, docs/framework_differences.md; "" for none."""
+    """Its row of docs/differences.md; "" for none."""
     place: str
     """What the report must name."""
     find: Callable[[], str | None]
     """Plants it, compares, and returns what the report names; None if it found no difference."""
 
-
-FAULTS: list[Fault] = []
 
 _rng = np.random.default_rng(0)
 _SOURCE, _TARGET = _rng.integers(3, 37, (3, 7)), _rng.integers(3, 31, (3, 5))
@@ -55,7 +53,14 @@ def pair(config: Config, seed: int = 0) -> tuple[torch.nn.Module, Any]:
     return module, twin(module)
 
 
-def in_model(config: Config, place: str, trap: str = "", inputs: tuple[np.ndarray, ...] | None = None, **kwargs: Any):
+def in_model(
+    faults: list[Fault],
+    config: Config,
+    place: str,
+    trap: str = "",
+    inputs: tuple[np.ndarray, ...] | None = None,
+    **kwargs: Any,
+):
     """Registers a function that plants a fault in a Flax model of this config; its docstring says what it does."""
 
     def register(plant: Callable[[Any, Patch], None]) -> Callable[[Any, Patch], None]:
@@ -68,17 +73,17 @@ def in_model(config: Config, place: str, trap: str = "", inputs: tuple[np.ndarra
             return None if report.ok else report.culprit or report.summary()
 
         replaced = next((known for known in INPUTS if type(known) is type(config)), config)
-        FAULTS.append(Fault(_described(plant), trap, place, find))
+        faults.append(Fault(_described(plant), trap, place, find))
         return plant
 
     return register
 
 
-def found_by(place: str, trap: str = ""):
+def found_by(faults: list[Fault], place: str, trap: str = ""):
     """Registers a function that plants a fault, compares, and returns what the report names, or None."""
 
     def register(find: Callable[[], str | None]) -> Callable[[], str | None]:
-        FAULTS.append(Fault(_described(find), trap, place, find))
+        faults.append(Fault(_described(find), trap, place, find))
         return find
 
     return register

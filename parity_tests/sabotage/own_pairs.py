@@ -14,7 +14,9 @@ from own_models import HIDDEN, IMAGES, RENAME, ImageNet, Rotary, TorchImageNet, 
 
 from flax_tf.parity import Report, compare
 from flax_tf.porting import torch_to_flax
-from sabotage.fault import found_by, with_call
+from sabotage.fault import Fault, found_by, with_call
+
+FAULTS: list[Fault] = []
 
 POSITIONS = np.random.default_rng(0).standard_normal((2, 31, 12))
 
@@ -40,7 +42,7 @@ def _named(report: Report) -> str | None:
     return None if report.ok else report.culprit or report.unpaired[0]
 
 
-@found_by("stem.0", "5")
+@found_by(FAULTS, "stem.0", "5")
 def kernel_axes() -> str | None:
     """A convolution's kernel with height and width swapped."""
 
@@ -51,7 +53,7 @@ def kernel_axes() -> str | None:
     return images(plant)
 
 
-@found_by("up")
+@found_by(FAULTS, "up")
 def kernel_not_flipped() -> str | None:
     """A transposed convolution's kernel that was not turned round."""
 
@@ -61,7 +63,7 @@ def kernel_not_flipped() -> str | None:
     return images(plant)
 
 
-@found_by("stem.1")
+@found_by(FAULTS, "stem.1")
 def batch_statistics() -> str | None:
     """Batch norm that takes the batch's statistics in evaluation."""
     return images(lambda model: with_call(model.norm, partial(_batch_statistics)))
@@ -71,7 +73,7 @@ def _batch_statistics(self: nnx.BatchNorm, x: jax.Array) -> jax.Array:
     return nnx.BatchNorm.__call__(self, x, use_running_average=False)
 
 
-@found_by("stem.1")
+@found_by(FAULTS, "stem.1")
 def running_statistics() -> str | None:
     """Batch norm's running mean left out of the port."""
 
@@ -81,7 +83,7 @@ def running_statistics() -> str | None:
     return images(plant)
 
 
-@found_by("norm")
+@found_by(FAULTS, "norm")
 def number_of_groups() -> str | None:
     """Group norm with another number of groups."""
 
@@ -91,7 +93,7 @@ def number_of_groups() -> str | None:
     return images(plant)
 
 
-@found_by("attn", "8")
+@found_by(FAULTS, "attn", "8")
 def packed_projections() -> str | None:
     """Queries and keys swapped when a packed projection was taken apart."""
 
@@ -101,7 +103,7 @@ def packed_projections() -> str | None:
     return images(plant)
 
 
-@found_by("attn", "21")
+@found_by(FAULTS, "attn", "21")
 def mask_polarity() -> str | None:
     """A mask of PyTorch's polarity, True for "hide", handed to NNX's attention."""
 
@@ -112,13 +114,13 @@ def mask_polarity() -> str | None:
     return images(plant)
 
 
-@found_by("drop", "27")
+@found_by(FAULTS, "drop", "27")
 def dropout_missing() -> str | None:
     """No dropout in training mode where PyTorch has some."""
     return images(lambda model: with_call(model.drop, lambda self, x: x), train=True)
 
 
-@found_by("(model)", "7")
+@found_by(FAULTS, "(model)", "7")
 def adjacent_pairs() -> str | None:
     """Rotary positions that turn adjacent pairs instead of the two halves."""
 
@@ -135,7 +137,7 @@ def adjacent_pairs() -> str | None:
     return rotary(plant)
 
 
-@found_by("norm", "2")
+@found_by(FAULTS, "norm", "2")
 def rms_epsilon() -> str | None:
     """RMSNorm with epsilon 1e-6, which is Flax's default, for PyTorch's machine epsilon."""
 
@@ -145,7 +147,7 @@ def rms_epsilon() -> str | None:
     return rotary(plant)
 
 
-@found_by("norm")
+@found_by(FAULTS, "norm")
 def centred() -> str | None:
     """LayerNorm's centring in an RMSNorm."""
 
@@ -155,7 +157,7 @@ def centred() -> str | None:
     return rotary(plant)
 
 
-@found_by("out")
+@found_by(FAULTS, "out")
 def parameter_missing() -> str | None:
     """A bias that Flax does not have."""
 

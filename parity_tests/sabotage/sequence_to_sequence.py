@@ -16,25 +16,27 @@ from flax_tf.masks import padding_mask
 from flax_tf.parity import compare
 from flax_tf.porting import torch_to_flax
 from flax_tf.saving import abstract
-from sabotage.fault import INPUTS, Patch, found_by, in_model, with_call
+from sabotage.fault import INPUTS, Fault, Patch, found_by, in_model, with_call
+
+FAULTS: list[Fault] = []
 
 MASKED = dataclasses.replace(ATTN_RNN, mask_source=True)
 NO_SOURCE = (np.where(np.arange(3)[:, None] == 1, 0, INPUTS[TRANSFORMER][0]), INPUTS[TRANSFORMER][1])
 
 
-@in_model(TRANSFORMER, "(model)", "21")
+@in_model(FAULTS, TRANSFORMER, "(model)", "21")
 def polarity(model: Any, patch: Patch) -> None:
     """A padding mask with True for "hide"."""
     patch(flax_tf.transformer, "padding_mask", lambda ids, pad_id: ~padding_mask(ids, pad_id))
 
 
-@in_model(TRANSFORMER, "(model)")
+@in_model(FAULTS, TRANSFORMER, "(model)")
 def no_padding_mask(model: Any, patch: Patch) -> None:
     """No mask over the source's padding."""
     patch(flax_tf.transformer, "padding_mask", lambda ids, pad_id: padding_mask(ids, -1))
 
 
-@in_model(TRANSFORMER, "(model)")
+@in_model(FAULTS, TRANSFORMER, "(model)")
 def peeking(model: Any, patch: Patch) -> None:
     """A target mask without the causal part."""
     patch(
@@ -46,7 +48,7 @@ def peeking(model: Any, patch: Patch) -> None:
     )
 
 
-@in_model(TRANSFORMER, "encoder_layers.0.self_attn", "19", inputs=NO_SOURCE)
+@in_model(FAULTS, TRANSFORMER, "encoder_layers.0.self_attn", "19", inputs=NO_SOURCE)
 def masked_rows(model: Any, patch: Patch) -> None:
     """Zeros for a row of attention that is masked as a whole, where the reference has the mean."""
 
@@ -57,20 +59,20 @@ def masked_rows(model: Any, patch: Patch) -> None:
     patch(flax_tf.attention, "masked_softmax", masked_softmax)
 
 
-@in_model(TRANSFORMER, "(model)")
+@in_model(FAULTS, TRANSFORMER, "(model)")
 def embeddings_scaled(model: Any, patch: Patch) -> None:
     """Embeddings scaled by √D, as in the paper and not in the reference."""
     patch(type(model), "_scaled", lambda self, x: x * 15**0.5)
 
 
-@in_model(TRANSFORMER, "positional_encoding")
+@in_model(FAULTS, TRANSFORMER, "positional_encoding")
 def sines_then_cosines(model: Any, patch: Patch) -> None:
     """A table of positions with all sines before all cosines."""
     pe = model.positional_encoding.pe
     pe[...] = jnp.concatenate([pe[..., 0::2], pe[..., 1::2]], axis=-1)
 
 
-@in_model(TRANSFORMER, "encoder_layers.0")
+@in_model(FAULTS, TRANSFORMER, "encoder_layers.0")
 def pre_norm(model: Any, patch: Patch) -> None:
     """Pre-norm where the reference is post-norm."""
 
@@ -82,14 +84,14 @@ def pre_norm(model: Any, patch: Patch) -> None:
     with_call(model.encoder_layers[0], call)
 
 
-@in_model(TRANSFORMER, "decoder_layers.0.norm2")
+@in_model(FAULTS, TRANSFORMER, "decoder_layers.0.norm2")
 def norms_swapped(model: Any, patch: Patch) -> None:
     """Two norms swapped."""
     layer = model.decoder_layers[0]
     layer.norm2, layer.norm3 = layer.norm3, layer.norm2
 
 
-@in_model(TRANSFORMER, "decoder_layers.0")
+@in_model(FAULTS, TRANSFORMER, "decoder_layers.0")
 def values_of_the_target(model: Any, patch: Patch) -> None:
     """Cross-attention that takes its keys from the target."""
     layer = model.decoder_layers[0]
@@ -102,13 +104,13 @@ def values_of_the_target(model: Any, patch: Patch) -> None:
     with_call(layer, call)
 
 
-@in_model(TRANSFORMER, "encoder_layers.0.feed_forward.relu")
+@in_model(FAULTS, TRANSFORMER, "encoder_layers.0.feed_forward.relu")
 def other_activation(model: Any, patch: Patch) -> None:
     """GELU for ReLU."""
     with_call(model.encoder_layers[0].feed_forward.relu, lambda self, x: jax.nn.gelu(x, approximate=False))
 
 
-@in_model(TRANSFORMER, "encoder_layers.0.self_attn")
+@in_model(FAULTS, TRANSFORMER, "encoder_layers.0.self_attn")
 def heads_of_the_other_axis(model: Any, patch: Patch) -> None:
     """Heads split as [H, N] instead of [N, H]."""
 
@@ -119,7 +121,7 @@ def heads_of_the_other_axis(model: Any, patch: Patch) -> None:
     patch(flax_tf.attention.MultiHeadAttention, "split_heads", split_heads)
 
 
-@found_by("fc", "10")
+@found_by(FAULTS, "fc", "10")
 def untied() -> str | None:
     """Three tables that PyTorch ties are three parameters in Flax."""
     tied = dataclasses.replace(TRANSFORMER, tgt_vocab_size=37, shared_embeddings=True)
@@ -129,7 +131,7 @@ def untied() -> str | None:
     return None if report.ok else report.culprit
 
 
-@in_model(RNN, "encoder.gru", "4")
+@in_model(FAULTS, RNN, "encoder.gru", "4")
 def gates_in_another_order(model: Any, patch: Patch) -> None:
     """A GRU's gates in the order z, r, n."""
     weight = model.encoder.gru.weight_ih_l0
@@ -137,7 +139,7 @@ def gates_in_another_order(model: Any, patch: Patch) -> None:
     weight[...] = jnp.concatenate([z, r, n])
 
 
-@in_model(RNN, "encoder.gru", "4")
+@in_model(FAULTS, RNN, "encoder.gru", "4")
 def hidden_bias_outside(model: Any, patch: Patch) -> None:
     """A GRU's reset gate applied before the hidden projection, as in the first paper."""
 
@@ -152,7 +154,7 @@ def hidden_bias_outside(model: Any, patch: Patch) -> None:
     patch(GRU, "_cell", cell)
 
 
-@in_model(RNN, "encoder.gru", "4")
+@in_model(FAULTS, RNN, "encoder.gru", "4")
 def update_gate_reversed(model: Any, patch: Patch) -> None:
     """A GRU's update gate with its sense reversed."""
     cell = GRU._cell
@@ -167,20 +169,20 @@ def update_gate_reversed(model: Any, patch: Patch) -> None:
     patch(GRU, "_cell", reversed_cell)
 
 
-@in_model(RNN, "decoder")
+@in_model(FAULTS, RNN, "decoder")
 def start_token(model: Any, patch: Patch) -> None:
     """Another token to start from."""
     shift_right = flax_tf.recurrent.shift_right
     patch(flax_tf.recurrent, "shift_right", lambda target, start_id: shift_right(target, start_id + 1))
 
 
-@in_model(RNN, "decoder")
+@in_model(FAULTS, RNN, "decoder")
 def logits_for_log_probabilities(model: Any, patch: Patch) -> None:
     """Logits where the reference returns log probabilities."""
     patch(flax_tf.recurrent.jax.nn, "log_softmax", lambda logits, axis: logits)
 
 
-@in_model(ATTN_RNN, "decoder.attention")
+@in_model(FAULTS, ATTN_RNN, "decoder.attention")
 def no_tanh(model: Any, patch: Patch) -> None:
     """Additive attention without its tanh."""
 
@@ -192,20 +194,20 @@ def no_tanh(model: Any, patch: Patch) -> None:
     with_call(model.decoder.attention, call)
 
 
-@in_model(ATTN_RNN, "decoder.attention.Ua")
+@in_model(FAULTS, ATTN_RNN, "decoder.attention.Ua")
 def query_and_key_swapped(model: Any, patch: Patch) -> None:
     """Additive attention's projections of query and keys swapped."""
     attention = model.decoder.attention
     attention.Wa, attention.Ua = attention.Ua, attention.Wa
 
 
-@in_model(MASKED, "(model)")
+@in_model(FAULTS, MASKED, "(model)")
 def source_mask_ignored(model: Any, patch: Patch) -> None:
     """Attention over the source's padding, against its config."""
     patch(type(model), "source_mask", lambda self, src: None)
 
 
-@in_model(ATTN_RNN, "decoder")
+@in_model(FAULTS, ATTN_RNN, "decoder")
 def context_last(model: Any, patch: Patch) -> None:
     """Input and context joined in the wrong order."""
 
@@ -218,7 +220,7 @@ def context_last(model: Any, patch: Patch) -> None:
     patch(type(model.decoder), "forward_step", forward_step)
 
 
-@in_model(ATTN_RNN, "decoder")
+@in_model(FAULTS, ATTN_RNN, "decoder")
 def teacher_not_shifted(model: Any, patch: Patch) -> None:
     """A decoder that reads the very token it must tell."""
     patch(flax_tf.recurrent, "shift_right", lambda target, start_id: target)

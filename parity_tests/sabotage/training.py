@@ -10,7 +10,7 @@ from flax_tf.loss import language_model_loss, sequence_loss
 from flax_tf.parity.training import TrainingReport, same_optimizer
 from flax_tf.training.optimizer import learning_rates, matrices
 from flax_tf.training.optimizer_config import OptimizerConfig
-from sabotage.fault import FAULTS, Fault
+from sabotage.fault import Fault
 
 
 def adamw(*, eps: float = 1e-8, eps_root: float = 0.0, b2: float = 0.999, decay: Any = None, rate: Any = STEP) -> Any:
@@ -176,4 +176,4 @@ def _fault(name: str, trap: str, place: str, train: Any) -> Fault:
     return Fault(name, trap, place, find)
 
 
-FAULTS += [_fault(*entry) for entry in _TRAININGS]
+FAULTS = [_fault(*entry) for entry in _TRAININGS]
