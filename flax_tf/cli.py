@@ -1,4 +1,4 @@
-"""The command line: `flax-tf inspect | port | check | generate | attention`."""
+"""The command line: `flax-tf inspect | port | check | generate | attention | hand-over`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,6 +25,7 @@ from flax_tf.porting.recognise import recognise
 from flax_tf.saving import abstract, model_directory, read_config, save_pretrained
 from flax_tf.terminal import print_table
 from flax_tf.text_commands import attention, generate
+from flax_tf.training.hand_over import hand_over
 
 
 def inspect(ckpt: str) -> int:
@@ -131,7 +132,8 @@ _FLAGS = {
 def _dispatch(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="flax-tf", description="PyTorch transformers in JAX, with proof that they are the same model.")
     subcommands = parser.add_subcommands(dest="command")
-    functions = {function.__name__: function for function in (inspect, port, check, generate, attention)}
+    commands = (inspect, port, check, generate, attention, hand_over)
+    functions = {function.__name__.replace("_", "-"): function for function in commands}
     for name, function in functions.items():
         subparser = Parser(description=(function.__doc__ or "").split("\n\n    Args:")[0])
         optional = {"ckpt"} if function is check else set()

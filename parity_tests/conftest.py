@@ -13,6 +13,9 @@ install_import_hook([*_CHECKED, "flax_tf.layers", "flax_tf.data.batches", "flax_
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)  # more would get in the way of the other test processes
 
 # A broadcast that nobody wrote is how a wrong shape hides.
 jax.config.update("jax_numpy_rank_promotion", "raise")

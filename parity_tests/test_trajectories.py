@@ -16,7 +16,6 @@ from flax_tf.errors import InputError
 from flax_tf.parity.training import compare_training, same_optimizer
 from flax_tf.training.optimizer_config import OptimizerConfig
 
-torch.set_num_threads(1)  # threads cost more than they give on tensors of this size
 STEPS = 100
 
 

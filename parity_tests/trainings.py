@@ -18,8 +18,6 @@ from flax_tf.porting.files import torch_to_numpy
 from flax_tf.training.optimizer_config import OptimizerConfig
 from torch_ref import loss as torch_loss
 
-torch.set_num_threads(1)  # threads cost more than they give on tensors of this size
-
 
 def mean(total_and_count) -> Any:
     return total_and_count[0] / total_and_count[1]

@@ -20,7 +20,7 @@ from flax_tf.parity.measure import Measure, channels_last_input
 from flax_tf.parity.report import Report
 from flax_tf.parity.torch_side import run_torch
 from flax_tf.parity.tree import map_arrays, to_numpy
-from flax_tf.parity.truth import Spool, Truth, read_truth, write_truth
+from flax_tf.parity.truth import Spool, Truth, check_suffix, read_truth, write_truth
 from flax_tf.parity.verdict import judge
 from flax_tf.porting.files import torch_to_numpy
 
@@ -79,15 +79,17 @@ def record(
     seed: int = 0,
     **kwargs: Any,
 ) -> None:
-    """Writes what `compare_recorded` needs where PyTorch is not installed, to one safetensors file.
+    """Writes what `compare_recorded` needs where PyTorch is not installed, to one `.safetensors` file.
 
     `inputs` is an array, or a tuple of the arguments; the rest is as of `compare`. The file holds the weights, the
     inputs, what goes into and comes out of every submodule in float64, forwards and backwards, and PyTorch's own errors
     in the lower precisions.
-    Raises InputError for an argument that is neither array, number, string nor a container of these, and OSError if
-    the file can't be written; what was at `path` is replaced when the new file is complete.
+    Raises InputError for an argument that is neither array, number, string nor a container of these, and if the file
+    can't be written, and OSError if the disk has no room for the temporary file; what was at `path` is replaced when
+    the new file is complete.
     """
     _check_precisions(precisions)
+    check_suffix(path)
     with full_precision(), tempfile.TemporaryFile() as file:
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         truth, low_run = _run_reference(torch_module, args, kwargs, train, precisions, seed, Spool(file))

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import cache, partial
 from itertools import count
 from typing import Any
@@ -262,16 +262,20 @@ def cast_module(module: nnx.Module, dtype: str) -> nnx.Module:
     """
     graph, state = nnx.split(module)
     copy = nnx.merge(graph, jax.tree.map(lambda leaf: cast_array(leaf, dtype), state))
-    pairs: Iterable[Any] = zip(nnx.iter_modules(copy), nnx.iter_modules(module), strict=True)
-    for (_, submodule), (_, original) in pairs:
-        own = vars(submodule).get("dtype")
-        if own is not None and jnp.issubdtype(own, jnp.floating):
-            submodule.dtype = jnp.dtype(dtype)
-        if isinstance(original, RMSNorm) and original.epsilon is None:
-            # That of the precision it computes in: of the model's own, which must not change with this run's.
-            own = jnp.promote_types(original.weight.get_value().dtype, jnp.float32)
-            submodule.epsilon = float(jnp.finfo(own).eps)
-        # Its softmax is in float32 whatever the dtype.
-        if dtype == "float64" and vars(submodule).get("attention_fn") is nnx.dot_product_attention:
-            submodule.attention_fn = attend
+    for (_, submodule), (_, original) in zip(nnx.iter_modules(copy), nnx.iter_modules(module), strict=True):
+        _compute_in(dtype, submodule, original)
     return copy
+
+
+def _compute_in(dtype: str, submodule: Any, original: Any) -> None:
+    """Frees a layer of what would keep it from computing in `dtype`, or as the original."""
+    own = vars(submodule).get("dtype")
+    if own is not None and jnp.issubdtype(own, jnp.floating):
+        submodule.dtype = jnp.dtype(dtype)
+    if isinstance(submodule, RMSNorm) and submodule.epsilon is None:
+        # That of the precision it computes in: of the model's own, which must not change with this run's.
+        precision = jnp.promote_types(original.weight.get_value().dtype, jnp.float32)
+        submodule.epsilon = float(jnp.finfo(precision).eps)
+    # Its softmax is in float32 whatever the dtype.
+    if dtype == "float64" and vars(submodule).get("attention_fn") is nnx.dot_product_attention:
+        submodule.attention_fn = attend

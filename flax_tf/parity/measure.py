@@ -65,14 +65,14 @@ class Measure:
 
         def zero(gradient: np.ndarray) -> bool:
             rounding = tolerances.ZERO_ROUNDINGS * tolerances.eps(gradient.dtype) * whole
-            return float(np.linalg.norm(gradient.astype(np.float64))) <= rounding
+            return tolerances.norm(gradient) <= rounding
 
         if zero(truth) and zero(gradient):
             return 0.0
         error = relative_error(gradient, truth)
         if gradient.dtype == np.float64:
             return error
-        return error * min(1.0, float(np.linalg.norm(truth)) / whole / tolerances.SMALL_GRADIENT)
+        return error * min(1.0, tolerances.norm(truth) / whole / tolerances.SMALL_GRADIENT)
 
 
 def channels_last_input(array: np.ndarray) -> np.ndarray:

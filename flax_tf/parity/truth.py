@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -14,6 +15,7 @@ from flax_tf.errors import InputError
 from flax_tf.files import replacing
 from flax_tf.parity.dropout import Mask, Masks
 from flax_tf.parity.events import GRADIENT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Call, call_of, kind_of
+from flax_tf.parity.tolerances import norm
 from flax_tf.porting.files import SAFETENSORS_DTYPES, read_weights
 
 FORMAT = "flax_tf parity 1"
@@ -29,7 +31,8 @@ class Spool(Mapping[str, np.ndarray]):
     def put(self, name: str, array: np.ndarray) -> None:
         """Appends an array; a second one of the same name stands for the first."""
         offset = self._file.seek(0, os.SEEK_END)
-        self._file.write(np.asarray(array, order="C").view(np.uint8).data if array.size else b"")
+        # ascontiguousarray makes a vector of a scalar, whose bytes could not be viewed.
+        self._file.write(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
         self._places[name] = (array.dtype, array.shape, offset)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -78,13 +81,19 @@ class Truth:
     def gradient_norm(self) -> float:
         """The norm of all parameters' gradients together."""
         names = (name for name in self.arrays if kind_of(name) == GRADIENT)
-        return float(np.sqrt(sum(np.linalg.norm(self.arrays[name]) ** 2 for name in names)))
+        return float(np.sqrt(sum(norm(self.arrays[name]) ** 2 for name in names)))
 
     @cached_property
     def call_gradient_norm(self) -> float:
         """The largest norm of a gradient that went into or out of a submodule."""
         names = (name for name in self.arrays if kind_of(name) in (INPUT_GRADIENT, OUTPUT_GRADIENT))
-        return float(max((np.linalg.norm(self.arrays[name]) for name in names), default=0.0))
+        return float(max((norm(self.arrays[name]) for name in names), default=0.0))
+
+
+def check_suffix(path: str | os.PathLike) -> None:
+    """Raises InputError for a path that names another kind of file, or a directory."""
+    if Path(path).suffix != ".safetensors" or Path(path).is_dir():
+        raise InputError(f"{path} is no place for what parity.record writes: name a .safetensors file")
 
 
 def write_truth(truth: Truth, path: str | os.PathLike) -> None:
@@ -122,6 +131,7 @@ def write_truth(truth: Truth, path: str | os.PathLike) -> None:
 
 def read_truth(path: str | os.PathLike) -> Truth:
     """What `write_truth` wrote, mapped into memory. Raises InputError if it is another file, or not whole."""
+    check_suffix(path)
     tensors = read_weights(path)
     with safe_open(path, "np") as file:
         metadata = file.metadata() or {}
