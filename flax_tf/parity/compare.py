@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -14,12 +15,11 @@ from flax import nnx
 from flax_tf.errors import InputError
 from flax_tf.parity import tolerances
 from flax_tf.parity.dropout import recording_dropout, replaying_dropout_torch
-from flax_tf.parity.events import GRADIENTS, kind_of
 from flax_tf.parity.flax_side import Rename, run_flax
-from flax_tf.parity.measure import Measure, channels_last_input
+from flax_tf.parity.measure import Measure, channels_last_array
 from flax_tf.parity.report import Report
 from flax_tf.parity.torch_side import run_torch
-from flax_tf.parity.tree import map_arrays, to_numpy
+from flax_tf.parity.tree import all_to_numpy, map_arrays
 from flax_tf.parity.truth import Spool, Truth, check_suffix, read_truth, write_truth
 from flax_tf.parity.verdict import judge
 from flax_tf.porting.files import torch_to_numpy
@@ -121,11 +121,7 @@ def recorded_weights(path: str | os.PathLike) -> Mapping[str, np.ndarray]:
 def full_precision() -> Generator[None]:
     """float64 on and no reduced-precision matrix products (TF32, bf16 passes) in either framework, for the block."""
     with contextlib.ExitStack() as restored:
-        try:
-            import torch
-        except ModuleNotFoundError:  # nothing of it will run
-            pass
-        else:
+        if torch := sys.modules.get("torch"):  # or nothing of it will run
             restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             restored.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
             torch.set_float32_matmul_precision("highest")
@@ -137,7 +133,7 @@ def full_precision() -> Generator[None]:
             yield
 
 
-# (precision, number of the nudge) -> None: another run of PyTorch, whose gradients' errors join the truth's.
+# (precision, number of the nudge) -> None: another run of PyTorch, whose errors join the truth's.
 _LowRun = Callable[[str, int], None]
 
 
@@ -153,7 +149,7 @@ def _run_reference(
     """PyTorch's float64 results and its errors below, and what measures more of these."""
     import torch
 
-    args, kwargs = to_numpy((inputs, dict(kwargs)))
+    args, kwargs = all_to_numpy((inputs, dict(kwargs)))
     masks: Masks = {}
 
     @contextlib.contextmanager
@@ -183,14 +179,10 @@ def _run_reference(
         run_torch(module, args, kwargs, precision, measure, dropout=replaying if train else None, nudge=nudge)
         measure.close()
         if nudge is None:
-            truth.errors[precision] = measure.errors
-            truth.nudged[precision] = {
-                name: error for name, error in measure.errors.items() if kind_of(name) in GRADIENTS
-            }
+            truth.errors[precision], truth.nudged[precision] = measure.errors, dict(measure.errors)
         else:
             nudged = truth.nudged[precision]
-            for name in nudged:
-                nudged[name] = max(nudged[name], measure.errors[name])
+            nudged.update({name: max(error, measure.errors[name]) for name, error in nudged.items()})
 
     for precision in precisions:
         low_run(precision)
@@ -200,28 +192,27 @@ def _run_reference(
 def _compare(
     truth: Truth, flax_module: nnx.Module, rename: Rename, channels_last: bool, low_run: _LowRun | None
 ) -> Report:
-    args, kwargs = truth.arguments["args"], truth.arguments["kwargs"]
+    args, kwargs, cotangents = truth.arguments["args"], truth.arguments["kwargs"], truth.cotangents
     if channels_last:
-        args, kwargs = map_arrays(lambda _, array: channels_last_input(array), (args, kwargs))
+        moved = (args, kwargs, cotangents)
+        args, kwargs, cotangents = map_arrays(lambda _, array: channels_last_array(array), moved)
     measures = {}
     for precision in ("float64", *truth.errors):
         measures[precision] = measure = Measure(truth, channels_last=channels_last)
         differences = run_flax(
-            flax_module, args, kwargs, precision, measure, truth.cotangents, masks=truth.masks, rename=rename
+            flax_module, args, kwargs, precision, measure, cotangents, masks=truth.masks, rename=rename
         )
         measure.close()
     judged = partial(judge, truth, flax_module, measures, rename, differences)
     report = judged(truth.errors)
-    # Gradients that fail in low precision alone are judged by PyTorch's worst run.
-    nudges = tolerances.NUDGES if low_run else 1
-    for nudge in range(nudges):
-        if not report.in_low_gradients_alone:
+    # What fails in low precision alone is judged by PyTorch's worst run; a recorded truth has that already.
+    for nudge in range(tolerances.NUDGES if low_run else 1):
+        if not report.in_low_alone:
             break
-        for precision in report.precisions:
-            if low_run:
+        if low_run:
+            for precision in report.precisions:
                 low_run(precision, nudge)
-        worst = {precision: errors | truth.nudged[precision] for precision, errors in truth.errors.items()}
-        report = judged(worst)
+        report = judged(truth.nudged)
     return report
 
 

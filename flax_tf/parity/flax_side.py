@@ -3,7 +3,7 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from flax_tf.layers import RMSNorm, attend
+from flax_tf.parity.casting import cast_array, cast_module, compiler_options, computing_in
 from flax_tf.parity.dropout import Masks, replaying_dropout
 from flax_tf.parity.events import (
     GRADIENT,
@@ -26,7 +26,7 @@ from flax_tf.parity.events import (
     call_name,
     key_name,
 )
-from flax_tf.parity.tree import arrays_of, is_array, map_arrays
+from flax_tf.parity.tree import arrays_of, map_arrays
 from flax_tf.porting.convert import flax_to_torch, slots, torch_modules
 
 Rename = Mapping[str, str | None] | None
@@ -67,6 +67,7 @@ def run_flax(
             # Where a gradient turns wrong is found in float64.
             inner = dtype == "float64"
             with (
+                computing_in(dtype),
                 _dropping(model, masks, rename, differences),
                 recorded_calls(model, listener, rename, probe=probe, inner_gradients=inner),
             ):
@@ -97,28 +98,6 @@ def _dropping(model: nnx.Module, masks: Masks | None, rename: Rename, difference
     with replaying_dropout(model, masks, rename) as lines:
         yield
     differences.extend(lines)
-
-
-@cache
-def compiler_options() -> dict[str, Any]:
-    """The compiler options for a single run whose float32 matrix products are as accurate as PyTorch's.
-
-    On a CPU, XLA's default kernel adds each dot product up in one running total: at 2,048 terms its error is three
-    times that of PyTorch, which adds up in blocks, as XLA's other kernel does. And what makes
-    other programs fast takes longer here than it saves in one run; it changes no product.
-    """
-    cpu = {
-        "xla_cpu_experimental_ynn_fusion_type": "",
-        "xla_backend_optimization_level": 0,
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_enable_concurrency_optimized_scheduler": False,
-    }
-    options = cpu if jax.default_backend() == "cpu" else {}
-    try:
-        jax.jit(lambda x: x, compiler_options=options)(0)
-    except jax.errors.JaxRuntimeError:  # an XLA without that kernel, and so without the option
-        return {}
-    return options
 
 
 class _Numbers:
@@ -246,36 +225,3 @@ def _tapped(tree: Any, labels: list[str], tell: Callable[..., None], probe: jax.
     tap.defvjp(forward, backward)
     aliases = dict(zip(arrays, tap(list(arrays.values()), probe), strict=True))
     return map_arrays(lambda _, array: aliases.get(id(array), array), tree)
-
-
-def cast_array(array: Any, dtype: str) -> jax.Array:
-    """The array in JAX; in precision `dtype` if it holds floating-point numbers."""
-    if not (is_array(array) and jnp.issubdtype(array.dtype, jnp.floating)):
-        return jnp.asarray(array)
-    return jnp.asarray(np.asarray(array).astype(dtype))  # cast in NumPy: JAX would compile that for every shape
-
-
-def cast_module(module: nnx.Module, dtype: str) -> nnx.Module:
-    """A copy of the module with every floating-point parameter and buffer in precision `dtype`, to compute in it.
-
-    A layer that was told a dtype to compute in, or fixed one when it was made, as `nnx.Embed` does, is told this one.
-    """
-    graph, state = nnx.split(module)
-    copy = nnx.merge(graph, jax.tree.map(lambda leaf: cast_array(leaf, dtype), state))
-    for (_, submodule), (_, original) in zip(nnx.iter_modules(copy), nnx.iter_modules(module), strict=True):
-        _compute_in(dtype, submodule, original)
-    return copy
-
-
-def _compute_in(dtype: str, submodule: Any, original: Any) -> None:
-    """Frees a layer of what would keep it from computing in `dtype`, or as the original."""
-    own = vars(submodule).get("dtype")
-    if own is not None and jnp.issubdtype(own, jnp.floating):
-        submodule.dtype = jnp.dtype(dtype)
-    if isinstance(submodule, RMSNorm) and submodule.epsilon is None:
-        # That of the precision it computes in: of the model's own, which must not change with this run's.
-        precision = jnp.promote_types(original.weight.get_value().dtype, jnp.float32)
-        submodule.epsilon = float(jnp.finfo(precision).eps)
-    # Its softmax is in float32 whatever the dtype.
-    if dtype == "float64" and vars(submodule).get("attention_fn") is nnx.dot_product_attention:
-        submodule.attention_fn = attend

@@ -75,7 +75,7 @@ class Measure:
         return error * min(1.0, tolerances.norm(truth) / whole / tolerances.SMALL_GRADIENT)
 
 
-def channels_last_input(array: np.ndarray) -> np.ndarray:
+def channels_last_array(array: np.ndarray) -> np.ndarray:
     """[B, C, ...] as [B, ..., C]; arrays with fewer axes, or without floating-point numbers, as they are."""
     return np.moveaxis(array, 1, -1) if array.ndim > 2 and array.dtype.kind not in "biu" else array
 

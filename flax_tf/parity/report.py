@@ -68,9 +68,9 @@ class Row:
         return self.float64 <= self.limit64 and all(map(self.ok_in, self.low))
 
     @property
-    def in_low_gradient_alone(self) -> bool:
-        """Whether it is a gradient that failed, and not in float64."""
-        return self.kind == "gradient" and not self.ok and self.float64 <= self.limit64
+    def in_low_alone(self) -> bool:
+        """Whether it failed, and not in float64."""
+        return not self.ok and self.float64 <= self.limit64
 
     def merged(self, other: "Row") -> "Row":
         """The worse of two rows of the same name: a failure before a pass, then the larger float64 error."""
@@ -100,10 +100,10 @@ class Report:
     __bool__ = ok.fget
 
     @property
-    def in_low_gradients_alone(self) -> bool:
-        """Whether models that are the same in all else differ in gradients below float64."""
+    def in_low_alone(self) -> bool:
+        """Whether models that are the same in float64 differ below it."""
         failed = [row for row in self.rows if not row.ok]
-        return bool(failed) and not self.unpaired and all(row.in_low_gradient_alone for row in failed)
+        return bool(failed) and not self.unpaired and all(row.in_low_alone for row in failed)
 
     @property
     def precisions(self) -> list[str]:

@@ -12,10 +12,10 @@ import optax
 from flax import nnx
 
 from flax_tf.errors import InputError
+from flax_tf.parity.casting import cast_array, cast_module, compiler_options, computing_in
 from flax_tf.parity.compare import full_precision
 from flax_tf.parity.diagnosis import Arrays, Rule, Side, diagnose, gradient_error, norm
 from flax_tf.parity.dropout import Masks, recording_dropout, replaying_dropout
-from flax_tf.parity.flax_side import cast_array, cast_module, compiler_options
 from flax_tf.parity.tolerances import STEPS_FLOAT64, ZERO_ROUNDINGS, relative_error
 from flax_tf.parity.training_report import TrainingReport, TrainingRow
 from flax_tf.porting.files import numpy_to_torch, torch_to_numpy
@@ -202,7 +202,7 @@ class _FlaxSide:
         def gradients(params: nnx.State, rest: nnx.State, batch: Any, masks: Masks) -> Any:
             def scalar(params: nnx.State) -> Any:
                 model = nnx.merge(graph, params, rest, copy=True)  # a buffer changes in its own trace
-                with replaying_dropout(model, masks, rename) as differences:
+                with computing_in("float64"), replaying_dropout(model, masks, rename) as differences:
                     value = loss(model, batch)
                 self.dropout += differences
                 return value, nnx.split(model, nnx.Param, ...)[2]

@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from flax_tf.porting.files import torch_to_numpy
+from flax_tf.porting.files import to_numpy
 
 
 def is_array(leaf: Any) -> bool:
@@ -55,10 +54,6 @@ def arrays_of(tree: Any) -> dict[str, Any]:
     return found
 
 
-def to_numpy(tree: Any) -> Any:
+def all_to_numpy(tree: Any) -> Any:
     """The tree with every array of either framework as NumPy's."""
-
-    def convert(_: str, array: Any) -> np.ndarray:
-        return np.asarray(array) if isinstance(array, np.ndarray | jax.Array) else torch_to_numpy(array)
-
-    return map_arrays(convert, tree)
+    return map_arrays(lambda _, array: to_numpy(array), tree)

@@ -69,7 +69,7 @@ class Truth:
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     """PyTorch's own errors: by precision, then by name."""
     nudged: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of the gradients, the largest of them over runs whose parameters were moved by a rounding."""
+    """The largest of them over this run and others, whose parameters were moved by a rounding."""
     settings: dict[str, str] = field(default_factory=dict)
 
     @cached_property

@@ -6,13 +6,14 @@ paths are written. A path None leaves out what PyTorch has and Flax, on purpose,
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 
 from flax_tf.errors import InputError
+from flax_tf.porting.files import to_numpy
 from flax_tf.porting.names import strip_wrappers
 from flax_tf.porting.tree import Slot, Tree
 
@@ -48,11 +49,12 @@ def slots(model: nnx.Module, rename: Renames = None) -> dict[str, Slot]:
     return Tree(model, rename).slots
 
 
-def torch_to_flax(state_dict: Mapping[str, np.ndarray], model: M, rename: Renames = None) -> M:
+def torch_to_flax(state_dict: Mapping[str, Any], model: M, rename: Renames = None) -> M:
     """Fills the parameters and buffers of `model` from a PyTorch state dict, in place, and returns it.
 
     Args:
-        state_dict: {PyTorch key: array of any shape and dtype}. bfloat16 arrays have the dtype of `ml_dtypes`.
+        state_dict: {PyTorch key: tensor, or array of any shape and dtype}. bfloat16 arrays have the dtype of
+            `ml_dtypes`.
         model: any Flax model, or an abstract one from `nnx.eval_shape`, which is filled one tensor at a time.
         rename: {PyTorch path: Flax path} for names that differ.
 
@@ -64,7 +66,7 @@ def torch_to_flax(state_dict: Mapping[str, np.ndarray], model: M, rename: Rename
     tree = Tree(model, rename)
     names = strip_wrappers(state_dict, expected=tree.slots)
     names = {k: name for k, name in names.items() if name not in tree.ignored and not tree.rename.leaves_out(name)}
-    state_dict = {key: state_dict[key] for key in names}
+    state_dict = {key: to_numpy(state_dict[key]) for key in names}  # views of tensors, without a copy
     _check_fit(state_dict, names, tree.slots)
     _check_width(state_dict)
     for key, name in names.items():

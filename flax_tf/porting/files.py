@@ -220,6 +220,11 @@ def _find_state_dict(loaded: Any) -> tuple[dict[str, Any], str] | None:
     return None
 
 
+def to_numpy(array: Any) -> np.ndarray:
+    """A torch tensor, or an array of JAX or NumPy, as NumPy's, with the same bits."""
+    return torch_to_numpy(array) if hasattr(array, "detach") else np.asarray(array)
+
+
 def torch_to_numpy(tensor: Any) -> np.ndarray:
     """A torch tensor as an array with the same bits."""
     import torch

@@ -13,7 +13,7 @@ from flax import nnx
 
 from flax_tf.errors import InputError
 from flax_tf.porting.convert import flax_to_torch, slots
-from flax_tf.porting.files import numpy_to_torch, torch_to_numpy
+from flax_tf.porting.files import numpy_to_torch
 from flax_tf.porting.param_groups import Kind, kind_of, param_groups
 
 Rename = Mapping[str, str | None]
@@ -33,8 +33,9 @@ def torch_to_optax(
     Args:
         optimizer_state_dict: `optimizer.state_dict()`, of tensors or NumPy arrays.
         model: the Flax model of the same architecture; it may be abstract.
-        opt_state: a fresh state for `nnx.state(model, nnx.Param)`, or that of an `nnx.Optimizer`, which stays as it
-            is: any tree of `chain`, `masked`, `multi_transform`, `inject_hyperparams` and `MultiSteps`.
+        opt_state: a fresh state for `nnx.state(model, nnx.Param)`, or that of an `nnx.Optimizer`: any tree of `chain`,
+            `masked`, `multi_transform`, `inject_hyperparams` and `MultiSteps`. It stays as it is; to go on with an
+            `nnx.Optimizer`, `nnx.update(optimizer.opt_state, nnx.state(filled))`.
         names, rename: as in `param_groups`.
         step: the number of steps done, which schedules count. None: Adam's own count; PyTorch's SGD has none.
 
@@ -208,12 +209,8 @@ def _moments(
         if key in state:
             entry = state[key]
             value = _entry(key, entry, name) if entry and kind.name == "Adam" else entry.get(name)
-            slot.fill(np.zeros(slot.torch_shape, np.float32) if value is None else _array(value))
+            slot.fill(np.zeros(slot.torch_shape, np.float32) if value is None else to_numpy(value))
     return jax.tree.leaves(nnx.state(room, nnx.Param))
-
-
-def _array(value: Any) -> np.ndarray:
-    return torch_to_numpy(value) if hasattr(value, "detach") else np.asarray(value)
 
 
 def _is_masked(node: Any) -> bool:
