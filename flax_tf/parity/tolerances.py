@@ -44,6 +44,10 @@ NUDGES = 8
 # is taken relative to at least this part of the whole.
 SMALL_GRADIENT = 1e-2
 
+# The same in float64, whose contract is six digits above its roundings. Gradients that pass a norm over two numbers,
+# which is ±1 whatever they are, were a millionth of the whole, with an error of 2e-10 of themselves.
+SMALL_GRADIENT_FLOAT64 = 1e-4
+
 # Some gradients are zero in exact arithmetic (a key's bias shifts every score of a query alike, and the softmax takes
 # the shift out). What is computed is noise, without a relative error. Both sides at most this many roundings of the
 # whole gradient's norm count as zero.
