@@ -61,7 +61,7 @@ class Measure:
         return np.moveaxis(array, -1, 1) if self._channels_last and truth.ndim > 2 else array
 
     def _gradient_error(self, gradient: np.ndarray, truth: np.ndarray, whole: float) -> float:
-        """Relative to the truth; to a part of all gradients where that is larger, in less than float64."""
+        """Relative to the truth, or to a small part of all gradients where that is larger."""
 
         def zero(gradient: np.ndarray) -> bool:
             rounding = tolerances.ZERO_ROUNDINGS * tolerances.eps(gradient.dtype) * whole
@@ -69,10 +69,8 @@ class Measure:
 
         if zero(truth) and zero(gradient):
             return 0.0
-        error = relative_error(gradient, truth)
-        if gradient.dtype == np.float64:
-            return error
-        return error * min(1.0, tolerances.norm(truth) / whole / tolerances.SMALL_GRADIENT)
+        small = tolerances.SMALL_GRADIENT_FLOAT64 if gradient.dtype == np.float64 else tolerances.SMALL_GRADIENT
+        return relative_error(gradient, truth) * min(1.0, tolerances.norm(truth) / whole / small)
 
 
 def channels_last_array(array: np.ndarray) -> np.ndarray:
