@@ -1,4 +1,4 @@
-"""Every system against its PyTorch reference, by the contract; and planted faults, which must be caught and located."""
+"""Every system against its PyTorch reference, by the contract; and what a comparison reports. Planted faults are in `sabotage`."""
 
 import jax
 import jax.numpy as jnp
@@ -68,60 +68,6 @@ def test_a_long_sequence_of_the_language_model() -> None:
     assert report.ok, report.summary()
 
 
-def swap_keys_and_queries(model) -> None:
-    kernel = model.kqv_projection.kernel[...]
-    model.kqv_projection.kernel[...] = jnp.concatenate([kernel[:, 15:30], kernel[:, :15], kernel[:, 30:]], axis=1)
-
-
-def transpose_a_square_kernel(model) -> None:
-    model.output_mixer_projection.kernel[...] = model.output_mixer_projection.kernel[...].T
-
-
-def change_an_epsilon(model) -> None:
-    model.mlp_layer_norm.epsilon = 1e-6
-
-
-def drop_a_bias(model) -> None:
-    model.embedding_mlp.layers[2].bias[...] = jnp.zeros(15)
-
-
-def use_the_tanh_gelu(model) -> None:
-    class TanhGELU(nnx.Module):
-        def __call__(self, x):
-            return jax.nn.gelu(x, approximate=True)
-
-    model.embedding_mlp.layers[1] = TanhGELU()
-
-
-def move_one_weight(model) -> None:
-    model.kqv_projection.kernel[...] = model.kqv_projection.kernel[...].at[3, 5].add(1e-3)
-
-
-def plant_a_nan(model) -> None:
-    model.mlp_layer_norm.bias[...] = model.mlp_layer_norm.bias[...].at[2].set(jnp.nan)
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "place"),
-    [
-        (swap_keys_and_queries, "kqv_projection"),
-        (transpose_a_square_kernel, "output_mixer_projection"),
-        (change_an_epsilon, "mlp_layer_norm"),
-        (drop_a_bias, "embedding_mlp.2"),
-        (use_the_tanh_gelu, "embedding_mlp.1"),
-        (move_one_weight, "kqv_projection"),
-        (plant_a_nan, "mlp_layer_norm"),
-    ],
-)
-def test_a_fault_in_a_layer_is_caught_and_located(sabotage, place: str) -> None:
-    model = twin(module := reference(BLOCK))
-    sabotage(model)
-    report = compare(module, model, np.random.default_rng(0).standard_normal((2, 7, 15)))
-    assert not report
-    assert report.culprit == place
-    assert report.summary().startswith(f"NOT the same model: the first difference is in {place} ")
-
-
 def test_a_fault_between_layers_is_laid_on_the_module_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = twin(module := reference(LANGUAGE_MODEL))
     monkeypatch.setattr(flax_tf.attention, "sqrt", lambda width: (width + 1) ** 0.5)
@@ -129,21 +75,6 @@ def test_a_fault_between_layers_is_laid_on_the_module_that_makes_it(monkeypatch:
     # The dropout after the softmax is the first whose output differs, but on the same input it is right.
     assert next(row.name for row in report.rows if not row.ok) == f"{HEAD}.dropout"
     assert report.culprit == HEAD
-
-
-def test_a_mask_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = twin(module := reference(BLOCK))
-    monkeypatch.setattr(flax_tf.block, "causal_mask", lambda length: jnp.tril(jnp.ones((length, length), bool), 1))
-    report = compare(module, model, np.random.default_rng(0).standard_normal((2, 7, 15)))
-    # The attention is the block's own code, between its projections.
-    assert report.culprit == "(model)"
-
-
-def test_a_stale_buffer_is_caught() -> None:
-    model = twin(module := reference(LANGUAGE_MODEL))
-    tril = model.transformer.transformer_layers[1].mha.attention_heads[2].tril
-    tril[...] = jnp.ones_like(tril[...])
-    assert compare(module, model, ids(2, 7)).culprit == "transformer.transformer_layers.1.mha.attention_heads.2"
 
 
 def test_a_wrong_gradient_with_right_outputs_is_caught() -> None:
