@@ -1,4 +1,4 @@
-"""Every system against its PyTorch reference, by the contract; and what a comparison reports. Planted faults are in `sabotage`."""
+"""Every system against its PyTorch reference, and what a comparison reports. Planted faults are in `sabotage`."""
 
 import jax
 import jax.numpy as jnp
