@@ -58,7 +58,7 @@ def run_flax(
     # Weights are arguments: as constants, XLA would spend minutes on folding those of a large vocabulary.
     weights = {label: cast_array(weight, dtype) for label, weight in cotangents.items()}
 
-    @partial(jax.jit, compiler_options=compiler_options())
+    @partial(jax.jit, donate_argnums=0, compiler_options=compiler_options())
     def run(parameters: nnx.State, arrays: dict[str, jax.Array], weights: dict[str, jax.Array]) -> nnx.State:
         def scalar(parameters: nnx.State, probe: jax.Array) -> jax.Array:
             # A copy, or what training mode changes would leak out of the trace.
