@@ -13,19 +13,10 @@ from rich.progress import track
 from rich.table import Table
 
 from flax_tf.terminal import print_table
-from sabotage import FAULTS
-from sabotage.honest import honest
+from sabotage import FAULTS, find
+from sabotage.honest import false_alarm
 
 HEADINGS = ("planted fault", "trap", "where it is", "found")
-
-
-def _find(number: int) -> str | None:
-    return FAULTS[number].find()
-
-
-def _false_alarm(seed: int) -> str | None:
-    what, report = honest(seed)
-    return None if report.ok else f"{seed}: {what}: {report.summary()}"
 
 
 def main() -> int:
@@ -39,8 +30,8 @@ def main() -> int:
     with ProcessPoolExecutor(
         options.workers, multiprocessing.get_context("spawn"), max_tasks_per_child=50
     ) as processes:
-        found = _all(processes, _find, len(FAULTS), "planted faults")
-        alarms = [line for line in _all(processes, _false_alarm, options.honest, "honest pairs") if line]
+        found = _all(processes, find, len(FAULTS), "planted faults")
+        alarms = [line for line in _all(processes, false_alarm, options.honest, "honest pairs") if line]
     caught = sum(place is not None for place in found)
     located = sum(fault.place == place for fault, place in zip(FAULTS, found, strict=True))
     verdict = (

@@ -38,6 +38,12 @@ def honest(seed: int) -> tuple[str, Report]:
     return f"{config}, scale {scale}, {'training' if train else 'evaluation'}", report
 
 
+def false_alarm(seed: int) -> str | None:
+    """A line on the pair of this number if it is called different."""
+    what, report = honest(seed)
+    return None if report.ok else f"{seed}: {what}: {report.summary()}"
+
+
 def _config(system: str, rng: np.random.Generator) -> Any:
     heads, width, layers = int(rng.integers(1, 5)), int(rng.integers(2, 8)), int(rng.integers(1, 4))
     vocab, other, length = (int(n) for n in rng.integers([11, 11, 3], [97, 97, 23]))
