@@ -13,7 +13,7 @@ from flax import nnx
 
 from flax_tf.errors import InputError
 from flax_tf.porting.convert import flax_to_torch, slots
-from flax_tf.porting.files import numpy_to_torch
+from flax_tf.porting.files import numpy_to_torch, to_numpy
 from flax_tf.porting.param_groups import Kind, kind_of, param_groups
 
 Rename = Mapping[str, str | None]
