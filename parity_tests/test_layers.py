@@ -22,7 +22,7 @@ from flax_tf.layers import (
     RMSNorm,
     attend,
 )
-from flax_tf.parity.tolerances import GRADIENT_FLOAT64, OUTPUT_FLOAT64, relative_error
+from flax_tf.parity.tolerances import GRADIENT_FLOAT64, OUTPUT_FLOAT64, OUTPUT_FLOOR, low_limit, relative_error
 from flax_tf.porting import flax_to_torch, torch_to_flax
 from flax_tf.porting.files import torch_to_numpy
 
@@ -159,6 +159,30 @@ def test_batch_norm_trains_as_pytorchs_does(shape: tuple[int, ...]) -> None:
                 assert relative_error(array, torch_to_numpy(module.state_dict()[name])) < OUTPUT_FLOAT64, name
 
 
+LARGE_MEANS = {
+    "BatchNorm": (lambda: torch.nn.BatchNorm1d(24), lambda rngs: BatchNorm(24, rngs=rngs)),
+    "GroupNorm": (lambda: torch.nn.GroupNorm(3, 24), lambda rngs: GroupNorm(3, 24, rngs=rngs)),
+    "LayerNorm": (lambda: torch.nn.LayerNorm(24), lambda rngs: LayerNorm(24, epsilon=1e-5, rngs=rngs)),
+    "RMSNorm": (lambda: torch.nn.RMSNorm(24, eps=1e-5), lambda rngs: RMSNorm(24, epsilon=1e-5, rngs=rngs)),
+}
+
+
+@pytest.mark.parametrize("mean", [0, 1, 3, 10, 100, 1000])
+@pytest.mark.parametrize("kind", LARGE_MEANS)
+def test_norms_are_as_accurate_as_pytorchs_where_the_mean_is_large(kind: str, mean: int) -> None:
+    reference, make = LARGE_MEANS[kind]
+    layout = (0, 2, 1) if kind in ("BatchNorm", "GroupNorm") else (0, 1, 2)  # its own inverse
+    for seed in range(5):
+        x = (mean + np.random.default_rng(seed).standard_normal((4, 211, 24))).astype(np.float32)
+        given = torch.from_numpy(x.transpose(layout).copy())
+        single, truth = (
+            module(given.to(dtype)).detach().numpy().transpose(layout)
+            for module, dtype in ((reference(), torch.float32), (reference().double(), torch.float64))
+        )
+        ours = np.asarray(nnx.jit(lambda layer, x: layer(x))(make(nnx.Rngs(0)), jnp.array(x)))
+        assert relative_error(ours, truth) <= low_limit(relative_error(single, truth), "float32", OUTPUT_FLOOR)
+
+
 def test_nnxs_batch_norm_would_not_do() -> None:
     x = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
     module, other = torch.nn.BatchNorm1d(5, momentum=0.1), nnx.BatchNorm(5, momentum=0.9, rngs=nnx.Rngs(0))
@@ -221,6 +245,31 @@ def test_embedding_keeps_the_precision_of_weights_that_are_filled_in() -> None:
         table = np.random.default_rng(0).standard_normal((11, 3))
         layer.embedding.set_value(jnp.array(table))
         assert np.array_equal(layer(jnp.array([7, 2])), table[[7, 2]])
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, 3, -1])
+def test_embedding_of_padding_is_as_pytorchs(padding_idx: int | None) -> None:
+    """The row starts from 0 and is looked up like any other, but gets no gradient."""
+    fresh = Embedding(11, 3, padding_idx=padding_idx, rngs=nnx.Rngs(0))
+    theirs = torch.nn.Embedding(11, 3, padding_idx=padding_idx)
+    assert np.array_equal(~np.asarray(fresh.embedding[...]).any(1), (theirs.weight == 0).all(1).numpy())
+    random = np.random.default_rng(0)
+    table, cotangent = (random.standard_normal(shape).astype(np.float32) for shape in ((11, 3), (2, 5, 3)))
+    ids = np.array([[0, 3, 10, 7, 3], [10, 0, 1, 10, 0]])
+    layer = torch_to_flax({"weight": table}, fresh)
+    theirs.load_state_dict({"weight": torch.from_numpy(table)})
+    output = theirs(torch.from_numpy(ids))
+    output.backward(torch.from_numpy(cotangent))
+    assert theirs.weight.grad is not None
+    gradient = nnx.grad(lambda layer: jnp.vdot(layer(jnp.array(ids)), cotangent))(layer).embedding[...]
+    np.testing.assert_array_equal(layer(jnp.array(ids)), output.detach())
+    np.testing.assert_allclose(gradient, theirs.weight.grad, rtol=1e-6)  # of at most three float32 terms
+
+
+@pytest.mark.parametrize("wrong", [11, -12])
+def test_embedding_refuses_a_padding_row_that_is_not_there(wrong: int) -> None:
+    with pytest.raises(InputError, match=f"padding_idx is {wrong}: choose from 0 to 10"):
+        Embedding(11, 3, padding_idx=wrong, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("wrong", [11, -1])

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
-from flax_tf.errors import TokenIdError
+from flax_tf.errors import InputError, TokenIdError
 
 
 class Buffer(nnx.Variable):
@@ -42,10 +42,23 @@ class Linear(nnx.Linear):
 
 
 class Embedding(nnx.Embed):
-    """`torch.nn.Embedding`: rows start from N(0, 1)."""
+    """`torch.nn.Embedding`: rows start from N(0, 1).
 
-    def __init__(self, num_embeddings: int, features: int, *, rngs: nnx.Rngs):
-        super().__init__(num_embeddings, features, embedding_init=jax.nn.initializers.normal(1.0), rngs=rngs)
+    The row `padding_idx` (from the end if negative) starts from 0 and gets no gradient from being looked up.
+    """
+
+    def __init__(self, num_embeddings: int, features: int, *, padding_idx: int | None = None, rngs: nnx.Rngs):
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise InputError(f"padding_idx is {padding_idx}: choose from 0 to {num_embeddings - 1}, or None")
+            padding_idx %= num_embeddings
+
+        def init(key, shape, dtype=jnp.float32, out_sharding=None):
+            table = jax.nn.initializers.normal(1.0)(key, shape, dtype, out_sharding)
+            return table if padding_idx is None else table.at[padding_idx].set(0)
+
+        super().__init__(num_embeddings, features, embedding_init=init, rngs=rngs)
+        self.padding_idx = padding_idx
         # NNX fixes the dtype of the output here, so float64 weights filled in later would be looked up as float32.
         self.dtype = None
 
@@ -55,7 +68,10 @@ class Embedding(nnx.Embed):
         Inside jit the values are not there to be checked; callers check on the host, before the call.
         """
         check_ids(inputs, self.num_embeddings)
-        return super().__call__(inputs, out_sharding)
+        output = super().__call__(inputs, out_sharding)
+        if self.padding_idx is None:
+            return output
+        return jnp.where((inputs == self.padding_idx)[..., None], jax.lax.stop_gradient(output), output)
 
 
 class TiedLinear(nnx.Module):

@@ -35,11 +35,30 @@ class RMSNorm(nnx.Module):
         return normal.astype(x.dtype) * last_axis(self.weight[...], x.ndim)
 
 
+def _near_zero(x: Array, axes: tuple[int, ...], where: Array | None = None) -> tuple[Array, Array]:
+    """x less its mean over the axes, and that mean, with the axes kept and constant for gradients; float32 or wider.
+
+    Large values round their sum, which PyTorch takes in float64. Statistics of what this returns are as good as that.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = jax.lax.stop_gradient(jnp.mean(wide, axes, keepdims=True, where=where))
+    return wide - mean, mean
+
+
 class GroupNorm(nnx.GroupNorm):
     """`torch.nn.GroupNorm`, channels last. The variance is taken in two passes, as in `LayerNorm`."""
 
     def __init__(self, num_groups: int, num_channels: int, *, epsilon: float = 1e-5, rngs: nnx.Rngs):
         super().__init__(num_channels, num_groups, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B *S C"], *, mask: Array | None = None) -> Float[Array, "B *S C"]:
+        """Normalises every group over its channels and all axes but the first; `mask` as in `nnx.GroupNorm`."""
+        assert self.scale is not None
+        groups = x.reshape(*x.shape[:-1], self.num_groups, -1)
+        where = None if mask is None else mask.reshape(*mask.shape[:-1], self.num_groups, -1)
+        near, _ = _near_zero(groups, (*range(1, x.ndim - 1), -1), where)
+        dtype = jnp.result_type(x, self.scale[...])
+        return super().__call__(near.reshape(x.shape), mask=mask).astype(dtype)
 
 
 class BatchNorm(nnx.Module):
@@ -71,8 +90,10 @@ class BatchNorm(nnx.Module):
             if count < 2:
                 raise InputError("batch normalisation in training needs more than one value per channel: use eval()")
             axes = tuple(range(x.ndim - 1))
+            wide, first = _near_zero(x, axes)
             mean, variance = jnp.mean(wide, axes), jnp.var(wide, axes)  # in two passes
-            for running, new in ((self.running_mean, mean), (self.running_var, variance * (count / (count - 1)))):
+            news = (first.reshape(-1) + mean, variance * (count / (count - 1)))
+            for running, new in zip((self.running_mean, self.running_var), news, strict=True):
                 running[...] = (1 - self.momentum) * running[...] + self.momentum * new
         mean, scale = (last_axis(v, x.ndim) for v in (mean, jax.lax.rsqrt(variance + self.epsilon)))
         weight, bias = (last_axis(v, x.ndim) for v in (self.weight[...], self.bias[...]))
