@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Container, Sequence
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 
 from flax_tf.decoding import Model
 from flax_tf.errors import InputError
-from flax_tf.files import replacing
+from flax_tf.files import check_file, replacing
 from flax_tf.parity.events import OUTPUT, call_of, kind_of
 from flax_tf.parity.flax_side import recorded_calls
 from flax_tf.recurrent import AttnSeq2Seq, shift_right
@@ -91,8 +90,7 @@ def draw_attention(
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
-    if Path(path).is_dir():
-        raise InputError(f"{path} is a directory: name a .png file to write")
+    check_file(path)
     L, N, T, S = weights.shape
     panels = weights if heads else weights.mean(axis=1)[None]  # (rows, columns, T, S)
     rows, columns = panels.shape[:2]

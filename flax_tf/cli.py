@@ -14,14 +14,15 @@ from flax_tf.command import DIFFERENT, OK, Parser, enable_wide, read_yaml, run, 
 from flax_tf.config import Config, config_to_dict
 from flax_tf.data.tokenizer import load_tokenizer
 from flax_tf.errors import InputError
+from flax_tf.files import check_file
 from flax_tf.parity.check import check as check_tensors
 from flax_tf.parity.html import write_html
 from flax_tf.parity.pair import check_pair
 from flax_tf.parity.precisions import parse_precisions
-from flax_tf.parity.report import check_page, write_json
+from flax_tf.parity.report import write_json
 from flax_tf.porting import read_weights, torch_to_flax
 from flax_tf.porting.names import strip_wrappers
-from flax_tf.porting.recognise import recognise
+from flax_tf.porting.recognise import UnknownArchitectureError, recognise
 from flax_tf.saving import abstract, model_directory, read_config, save_pretrained
 from flax_tf.terminal import print_table
 from flax_tf.text_commands import attention, generate
@@ -94,13 +95,19 @@ def check(
         html: A file for the report as a page, with a picture of the errors.
         json: A file for the report as data.
     """
-    for file in filter(None, (html, json)):  # before the work, not after
-        check_page(file)
+    # Before the work, not after.
+    _check_reports(
+        {"--html": html, "--json": json}, {"CKPT": ckpt, "--config": config, "--against": against, "--weights": weights}
+    )
     named = parse_precisions(precisions)
     if ckpt is not None and torch is None and flax is None and weights is None:
         tensors = _read(ckpt)
         theirs = tensors if against is None else _read(against)
-        report = check_tensors(tensors, theirs, _config(ckpt, tensors, config), precisions=named)
+        try:
+            described = _config(ckpt, tensors, config)
+        except UnknownArchitectureError as error:
+            raise InputError(f"{error}; for a pair of your own: --torch, --flax and --config") from None
+        report = check_tensors(tensors, theirs, described, precisions=named)
     elif ckpt is not None:
         raise InputError("--torch, --flax and --weights are for a pair of your own: give them, or CKPT, not both")
     elif torch is None or flax is None or against is not None:
@@ -174,6 +181,17 @@ def _config(ckpt: str, tensors: Mapping[str, np.ndarray], file: str | None) -> C
         return read_config(ckpt)
     names = strip_wrappers(tensors)
     return recognise({names[key]: array.shape for key, array in tensors.items()}, read_yaml(Path(file)) if file else {})
+
+
+def _check_reports(reports: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:
+    """Raises InputError if a report can't be written to its file, or would take the place of an input or of another."""
+    taken = {Path(file).resolve(): name for name, file in inputs.items() if file is not None}
+    for name, file in reports.items():
+        if file is not None:
+            check_file(file)
+            other = taken.setdefault(Path(file).resolve(), name)
+            if other != name:
+                raise InputError(f"{name} {file} is the file of {other} too: name another")
 
 
 def _describe(config: Config) -> str:

@@ -9,13 +9,20 @@ from pathlib import Path
 from flax_tf.errors import InputError
 
 
+def check_file(path: str | os.PathLike) -> None:
+    """Raises InputError if there is a directory in the way of a file to write."""
+    if Path(path).is_dir():
+        raise InputError(f"{path} is a directory: name a file to write")
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Generator[Path]:
     """Yields a temporary path beside `path`; what the caller writes there takes `path`'s place when the block ends.
 
     The caller may write a file or make a directory. If the block raises, the temporary is removed and `path` is as it
-    was. A directory that is in the way is swapped out first and removed last, so no moment loses both.
-    Raises InputError if something cannot be written, or `path` is the current directory or above it.
+    was. A directory that is in the way of another is swapped out first and removed last, so no moment loses both.
+    Raises InputError if something cannot be written, a directory is in the way of a file, or `path` is the current
+    directory or above it.
     """
     target = Path(path).resolve()
     if Path.cwd().is_relative_to(target):
@@ -25,6 +32,8 @@ def replacing(path: str | os.PathLike) -> Generator[Path]:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as room:
             fresh = Path(room) / target.name
             yield fresh
+            if fresh.is_file():
+                check_file(path)
             if target.is_dir():
                 target.replace(Path(room) / "old")
             fresh.replace(target)

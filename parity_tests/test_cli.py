@@ -15,6 +15,7 @@ from directories import listing
 from models import BACKBONE, BLOCK, reference, state_arrays, twin
 from safetensors.torch import save_file
 
+import flax_tf
 import torch_ref.saving
 from flax_tf.cli import main
 from flax_tf.config import LanguageModelConfig
@@ -186,6 +187,10 @@ def wrong_inputs() -> list[Any]:
             (nothing, ["port", "nowhere.pt", "out"], "give a weight file or a directory"),
             (nothing, ["generate", "nowhere", "--prompt", "A"], "nowhere does not exist"),
             (nothing, ["inspect", "."], "holds no weights"),
+            (lambda here: save_file({"weight": torch.zeros(3)}, here / "w.safetensors"), ["check", "w.safetensors"],
+             "; for a pair of your own: --torch, --flax and --config"),
+            (lambda here: save_file({"weight": torch.zeros(3)}, here / "w.safetensors"),
+             ["check", "w.safetensors", "--json", "w.safetensors"], "is the file of CKPT too: name another"),
             (nothing, ["port", "{files}/lm.pt", "out", "--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
             (nothing, ["port", "{files}/block.safetensors", "out"], "its shapes do not tell num_heads"),
             (nothing, ["check", "{files}/block.safetensors"], "`num_heads: N` into a YAML file"),
@@ -205,7 +210,7 @@ def wrong_inputs() -> list[Any]:
             (nothing, ["port", "{files}/lm.pt"], "out"),
             (nothing, ["inspect", "{files}/lm.pt", "--flag"], "unrecognized arguments: --flag"),
             (nothing, ["inspec", "{files}/lm.pt"], "invalid choice: 'inspec'"),
-            (nothing, [], "{inspect,port,check,generate,attention}"),
+            (nothing, [], "{inspect,port,check,generate,attention"),
             (nothing, ["generate", "{files}/lm", "--prompt_ids", "[5,37]"], "token id 37 is outside the"),
             (nothing, ["generate", "{files}/lm", "--prompt_ids", "[-1]"], "token id -1 is outside"),
             (nothing, ["generate", "{files}/lm", "--prompt_ids", f"[{2**70}]"], "is outside every vocabulary"),
@@ -301,6 +306,10 @@ def test_the_installed_program(files: Path, tmp_path: Path) -> None:
 def test_port_keeps_the_tokenizer(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "port", files / "lm", tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (files / "lm" / "tokenizer.json").read_text()
+
+
+def test_what_the_package_gives_is_listed() -> None:
+    assert {"from_pretrained", "save_pretrained"} <= set(dir(flax_tf))
 
 
 def test_numbers_in_a_config_may_have_exponents(

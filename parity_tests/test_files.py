@@ -389,6 +389,10 @@ def test_replacing_refuses_a_place_that_cannot_be(tmp_path: Path, monkeypatch: p
     ):
         with pytest.raises(InputError, match=message), replacing(path) as fresh:
             fresh.mkdir()
+    (tmp_path / "full").mkdir()
+    before = listing(tmp_path)
+    with pytest.raises(InputError, match="full is a directory: name a file"), replacing(tmp_path / "full") as fresh:
+        fresh.write_text("new")
     assert listing(tmp_path) == before
 
 

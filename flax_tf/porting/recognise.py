@@ -82,19 +82,29 @@ _ARCHITECTURES: dict[str, tuple[str, Callable[[Shapes], dict[str, Any]], tuple[s
 _EXAMPLES = {"num_heads": "`num_heads: N`", "mask": "`mask: true` (causal) or `mask: false` (encoder)"}
 
 
+class UnknownArchitectureError(InputError):
+    """The keys of a state dict are those of no architecture that is known."""
+
+
 def recognise_arch(shapes: Shapes) -> str:
-    """The architecture's name. Raises InputError if the keys are of none that is known."""
+    """The architecture's name. Raises UnknownArchitectureError if the keys are of none that is known."""
     for arch, (signature, _, _) in _ARCHITECTURES.items():
         if signature in shapes and len(shapes[signature]) == 2:
             return arch
     if "gru.weight_hh_l0" in shapes:
-        raise InputError(
+        raise UnknownArchitectureError(
             "this is one half of a recurrent model: save both halves in one file, as "
             "{'encoder': encoder.state_dict(), 'decoder': decoder.state_dict()}"
         )
     known = "; ".join(f"{arch} has {signature}" for arch, (signature, _, _) in _ARCHITECTURES.items())
     first = ", ".join(sorted(shapes)[:3]) or "none"
-    raise InputError(f"no known architecture has these keys (the first: {first}); {known}")
+    raise UnknownArchitectureError(f"no known architecture has these keys (the first: {first}); {known}")
+
+
+def told_fields(shapes: Shapes) -> dict[str, Any]:
+    """The config fields that shapes tell, with the `arch`. Raises UnknownArchitectureError."""
+    arch = recognise_arch(shapes)
+    return {"arch": arch, **_ARCHITECTURES[arch][1](shapes)}
 
 
 def recognise(shapes: Shapes, given: Mapping[str, Any]) -> Config:
@@ -108,8 +118,9 @@ def recognise(shapes: Shapes, given: Mapping[str, Any]) -> Config:
     Raises InputError for unknown keys, fields that are needed and not given (by name), and given fields that the
     shapes contradict.
     """
-    arch = recognise_arch(shapes)
-    _, read_fields, needed = _ARCHITECTURES[arch]
+    told = told_fields(shapes)
+    arch = told.pop("arch")
+    needed = _ARCHITECTURES[arch][2]
     fields = dict(given)
     if fields.pop("arch", arch) != arch:
         raise InputError(f"the config says arch {given['arch']!r}, but the keys are those of a {arch}")
@@ -122,7 +133,7 @@ def recognise(shapes: Shapes, given: Mapping[str, Any]) -> Config:
             f"{' and '.join(_EXAMPLES[name] for name in absent)} into a YAML file, and pass it to port or check as "
             "--config FILE"
         )
-    for name, told in read_fields(shapes).items():
-        if fields.setdefault(name, told) != told:
-            raise InputError(f"the config says {name} {fields[name]!r}, but the checkpoint has {told}")
+    for name, value in told.items():
+        if fields.setdefault(name, value) != value:
+            raise InputError(f"the config says {name} {fields[name]!r}, but the checkpoint has {value}")
     return cls(**fields)

@@ -8,7 +8,7 @@ from flax import nnx
 from flax_tf.command import OK
 from flax_tf.config import config_from_dict
 from flax_tf.errors import InputError
-from flax_tf.files import replacing
+from flax_tf.files import check_file, replacing
 from flax_tf.loss import language_model_loss
 from flax_tf.porting.convert import flax_to_torch
 from flax_tf.porting.files import TORCH_SUFFIXES, numpy_to_torch
@@ -40,6 +40,7 @@ def hand_over(run_dir: str, out: str) -> int:
 
     if Path(out).suffix not in TORCH_SUFFIXES:
         raise InputError(f"{out} is of an unknown kind: name one of {', '.join(TORCH_SUFFIXES)}")
+    check_file(out)
     run: dict[str, Any] = {}
 
     def like(about: Any) -> TrainState:
