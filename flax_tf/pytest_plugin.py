@@ -39,8 +39,9 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., "Report"]:
     """`assert_parity(torch_module, flax_module, *inputs, port=False, **kwargs)` compares by the contract.
 
     With `port=True` the Flax module is first filled with PyTorch's weights, else its own are compared as they are. The
-    rest is as of `flax_tf.parity.compare`; without `precisions`, the options of pytest say them. Returns the report;
-    fails with the table of what differs, the first difference first. Where PyTorch is missing, it fails and says so.
+    rest is as of `flax_tf.parity.compare`; `precisions` may be a string as the option takes, and without it the options
+    of pytest say them. Returns the report; fails with the table of what differs, the first difference first. Where
+    PyTorch is missing, it fails and says so.
     """
     pages = 0
 
@@ -49,7 +50,7 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., "Report"]:
         flax_module: "nnx.Module",
         *inputs: Any,
         port: bool = False,
-        precisions: Sequence[str] | None = None,
+        precisions: Sequence[str] | str | None = None,
         **kwargs: Any,
     ) -> "Report":
         __tracebackhide__ = True
@@ -62,13 +63,17 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., "Report"]:
         from flax_tf.errors import InputError
         from flax_tf.parity import compare
         from flax_tf.parity.html import write_html
+        from flax_tf.parity.pair import check_filled
         from flax_tf.parity.pair import port as port_weights
         from flax_tf.parity.precisions import parse_precisions
 
         config = request.config
         if precisions is None:
-            precisions = parse_precisions(config.getoption("--parity-precision") or config.getini("parity_precision"))
+            precisions = config.getoption("--parity-precision") or config.getini("parity_precision")
+        if isinstance(precisions, str):
+            precisions = parse_precisions(precisions)
         try:
+            check_filled(torch_module)
             if port:
                 port_weights(torch_module, flax_module, kwargs.get("rename"))
             report = compare(torch_module, flax_module, *inputs, precisions=precisions, **kwargs)

@@ -59,6 +59,16 @@ def make_twin(vocab, width):
     return Twin(vocab, width, rngs=nnx.Rngs(5))
 
 
+def on_meta(vocab, width):
+    return Net(vocab, width).to("meta")
+
+
+def lazy(vocab, width):
+    net = Net(vocab, width)
+    net.model = torch.nn.LazyLinear(vocab)
+    return net
+
+
 def nothing(**kwargs):
     return None
 
@@ -188,6 +198,16 @@ def wrong_pairs() -> list[Any]:
         ({"rename": {"model": 3}}, pair(), "rename must map"),
         ({"rename": {"model": "heads"}}, pair(), "the Flax model has no 'heads'"),
         (with_input(shape=[2, 7], dtype="int64"), pair(), "integers need `high`"),
+        (with_input(shape=[2, 7], dtype="int32", high=2**31 + 1), pair(), "high must be at most 2147483648 for int32"),
+        (with_input(value=[[1, 2], [3]]), pair(), "numbers, in rows of one length, not [[1, 2], [3]]"),
+        (with_input(value=["one"]), pair(), "a list as value must hold numbers"),
+        ({"seed": -1}, pair(), "seed must be from 0 to 4294967295, not -1"),
+        ({"seed": 10**30}, pair(), "seed must be from 0 to 4294967295"),
+        ({}, pair("user_pair:on_meta"), "embed.weight of the PyTorch model is on the meta device"),
+        ({}, pair("user_pair:lazy"), "model.weight of the PyTorch model is lazy and has no shape yet"),
+        ({}, [*pair(), "--html", "pair.yaml"], "--html pair.yaml is the file of --config too: name another"),
+        ({}, [*pair(), "--html", "out", "--json", "./out"], "--json ./out is the file of --html too"),
+        ({}, [*pair(), "--weights", "short.safetensors", "--json", "short.safetensors"], "the file of --weights too"),
         (with_input(shape=[2, 7], dtype="int8"), pair(), "dtype 'int8': choose from float32, int32, int64, bool"),
         (with_input(shape=[2, 0]), pair(), "sizes of at least 1, not [2, 0]"),
         (with_input(shape="2, 7"), pair(), "shape must be list or null, not '2, 7'"),

@@ -50,6 +50,7 @@ def test_told_in_the_test(assert_parity):
     net, twin = Net(), Twin()
     assert_parity(net, twin, X, port=True, rename=RENAME, precisions=())
     assert assert_parity(net, twin, x=X, rename=RENAME, precisions=["float32"]).precisions == ["float32"]
+    assert assert_parity(net, twin, X, rename=RENAME, precisions="float32").precisions == ["float32"]
 
 
 def test_epsilon(assert_parity):
@@ -103,6 +104,7 @@ def test_a_users_tests(own: pytest.Pytester) -> None:
         "test_same 1",
         "test_told_in_the_test 1",
         "test_told_in_the_test 2",
+        "test_told_in_the_test 3",
     ]
     assert "The first difference" in (own.path / "pages" / pages[0]).read_text()
 

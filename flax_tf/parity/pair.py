@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "int32", "int64", "bool")
+MOST_SEED = 2**32 - 1  # that both frameworks and NumPy take
 MESSAGE_LENGTH = 300  # characters of an exception from within a model
 
 
@@ -96,11 +97,14 @@ def check_pair(
     for theirs, ours in config.rename.items():
         if not (isinstance(theirs, str) and isinstance(ours, str | None)):
             raise InputError(f"config: rename must map PyTorch's paths to Flax's or null, not {theirs!r} to {ours!r}")
+    if not 0 <= config.seed <= MOST_SEED:
+        raise InputError(f"config: seed must be from 0 to {MOST_SEED}, not {config.seed}")
     args, kwargs = _inputs(config)
     with _current_directory_importable():
         make_torch, make_flax = _find("--torch", torch_name), _find("--flax", flax_name)
         torch.manual_seed(config.seed)
         torch_module: Any = _make("--torch", torch_name, make_torch, config.init | config.torch, torch.nn.Module)
+        check_filled(torch_module)
         if weights is not None:
             _load(torch_module, weights)
         rngs = {"rngs": nnx.Rngs(config.seed)} if _takes_rngs(make_flax) else {}
@@ -126,6 +130,17 @@ def check_pair(
                 if runner.__code__ in codes:
                     raise InputError(f"{flag} {name}: running it raised {_told(error, name)}") from error
             raise
+
+
+def check_filled(module: "torch.nn.Module") -> None:
+    """Raises InputError if a parameter or a buffer of the module holds no numbers: on the meta device, or lazy."""
+    from torch.nn.parameter import is_lazy
+
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if is_lazy(tensor):
+            raise InputError(f"{name} of the PyTorch model is lazy and has no shape yet: give its layer all sizes")
+        if tensor.is_meta:
+            raise InputError(f"{name} of the PyTorch model is on the meta device, without numbers: make it on the CPU")
 
 
 def port(torch_module: "torch.nn.Module", flax_module: nnx.Module, rename: Mapping[str, str | None] | None) -> None:
@@ -164,12 +179,22 @@ def _inputs(config: PairConfig) -> tuple[list[Any], dict[str, Any]]:
         if (one.shape is None) == (one.value is None):
             raise InputError(f"{what}: give a shape or a value")
         value = one.value if one.shape is None else _random(one, rng, what)
-        value = np.asarray(value) if isinstance(value, list) else value
+        value = _array(value, what) if isinstance(value, list) else value
         if one.name is None:
             args.append(value)
         else:
             kwargs[one.name] = value
     return args, kwargs
+
+
+def _array(value: list, what: str) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError:  # of rows of different lengths
+        array = None
+    if array is None or array.dtype.kind not in "biuf":
+        raise InputError(f"{what}: a list as value must hold numbers, in rows of one length, not {value}")
+    return array
 
 
 def _random(config: InputConfig, rng: np.random.Generator, what: str) -> np.ndarray:
@@ -186,6 +211,9 @@ def _random(config: InputConfig, rng: np.random.Generator, what: str) -> np.ndar
         raise InputError(
             f"{what}: integers need `high`, such as the size of the vocabulary: they are from 0 to below it"
         )
+    most = np.iinfo(config.dtype).max + 1
+    if config.high > most:
+        raise InputError(f"{what}: high must be at most {most} for {config.dtype}, not {config.high}")
     return rng.integers(config.high, size=shape, dtype=config.dtype)
 
 
