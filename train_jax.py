@@ -15,12 +15,11 @@ from flax import nnx
 from flax_tf.command import INTERRUPTED, OK, run
 from flax_tf.errors import InputError
 from flax_tf.files import replacing
-from flax_tf.porting import torch_to_flax
 from flax_tf.saving import build, save_pretrained
 from flax_tf.training.checkpoint import Checkpoints
 from flax_tf.training.command_line import parse
 from flax_tf.training.config import AttnRNNRun, LanguageModelRun, RNNRun, RunConfig, TransformerRun
-from flax_tf.training.init_from import read_source, take_over
+from flax_tf.training.init_from import fill, read_source, take_over
 from flax_tf.training.interrupt import putting_off_interrupts
 from flax_tf.training.language_modelling import language_modelling
 from flax_tf.training.metrics import Metrics, describe, plot_losses, read_rows
@@ -48,7 +47,7 @@ def train(config: RunConfig, settings: str) -> int:
     model = build(config.model, config.seed)
     source = None if config.resume or config.init_from is None else read_source(config.init_from)
     if source is not None:
-        torch_to_flax(source.weights, model)
+        fill(model, source)
     learning_rate = learning_rates(config.optimizer, total_steps)
     state, steps = start(
         model, build_optimizer(config.optimizer, total_steps), task.loss, config.seed, valid_loss=task.valid_loss

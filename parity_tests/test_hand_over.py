@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -430,6 +431,7 @@ def test_weights_alone_start_at_step_0(room: Path) -> None:
     assert losses(room / "fresher")[0]["loss"] < losses(room / "fresh")[0]["loss"]
 
 
+CONSTANT = "--optimizer.schedule constant --optimizer.warmup_steps 0 --optimizer.learning_rate 0.0"
 CHANGED = {
     "betas": (["--optimizer.betas", "[0.9,0.95]"], "betas (0.9, 0.99)", "--optimizer.betas [0.9,0.99]"),
     "eps": (["--optimizer.eps", "1e-6"], "eps 1e-08", "--optimizer.eps 1e-08"),
@@ -438,26 +440,90 @@ CHANGED = {
     "adam": (["--optimizer.name", "adam"], "name adamw", "--optimizer.name adamw"),
     "rate": (["--optimizer.learning_rate", "2e-3"], "learning_rate of step 5", "--optimizer.learning_rate 0.01"),
     "schedule": (["--steps", "17"], "learning_rate of step 5", "the schedule, the warm-up and the --steps"),
+    "both": (["--steps", "17", "--optimizer.learning_rate", "2e-3"], "learning_rate of step 5", CONSTANT),
 }  # fmt: skip
+
+
+def taken_from(room: Path, file: str, *flags: str) -> TrainState:
+    """What a run of the flags starts with."""
+    config, _ = parse("", ["--config", str(room / "tiny.yaml"), *flags])
+    source = read_source(room / file)
+    model = build(dataclasses.replace(config.model, vocab_size=len(source.weights["classifier.bias"])))
+    torch_to_flax(source.weights, model)
+    state, _ = start(model, build_optimizer(config.optimizer, config.steps), language_model_loss, seed=0)
+    return take_over(source, state, model, config.optimizer, config.steps)
 
 
 @pytest.mark.parametrize(("flags", "what", "how"), CHANGED.values(), ids=CHANGED)
 def test_a_changed_setting_is_told_in_one_line(
     room: Path, flags: list[str], what: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, _ = parse("", ["--config", str(room / "tiny.yaml"), *flags])
-    source = read_source(room / "run.pt")
-    model = build(dataclasses.replace(config.model, vocab_size=len(source.weights["classifier.bias"])))
-    torch_to_flax(source.weights, model)
-    state, _ = start(model, build_optimizer(config.optimizer, config.steps), language_model_loss, seed=0)
-    assert int(take_over(source, state, model, config.optimizer, config.steps).step) == AT
+    assert int(taken_from(room, "run.pt", *flags).step) == AT
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith(f"{room}/run.pt was trained with {what}")
     assert how in caplog.messages[0]
 
 
+@pytest.mark.parametrize("name", ["both", "rate"])
+def test_the_flags_of_the_hint_keep_the_rate(room: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    flags = CHANGED[name][0]
+    taken_from(room, "run.pt", *flags)
+    hint = caplog.messages[0].partition("as it was with ")[2].partition(", or with")[0]
+    caplog.clear()
+    taken_from(room, "run.pt", *flags, *hint.split())
+    assert caplog.messages == []
+
+
+def unnamed(whole: dict[str, Any], *sizes: int) -> dict[str, Any]:
+    """A checkpoint whose optimizer has the parameters in the model's order without names, in groups of the sizes."""
+    first, second = whole["optimizer"]["param_groups"]
+    order = [*first["param_names"], *second["param_names"]]
+    state = {
+        i: whole["optimizer"]["state"][order.index(n)] for i, n in enumerate(k for k in whole["model"] if k in order)
+    }
+    settings = {name: value for name, value in first.items() if name not in ("params", "param_names")}
+    cuts = [0, *sizes, len(order)]
+    groups = [{**settings, "params": list(range(a, b))} for a, b in itertools.pairwise(cuts)]
+    return {**whole, "optimizer": {"state": state, "param_groups": groups}}
+
+
+def test_an_order_that_is_assumed_is_told(room: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = torch.load(room / "run.pt", weights_only=True)
+    torch.save(unnamed(whole), room / "unnamed.pt")
+    named, assumed = (taken_from(room, file, "--optimizer.decay", "all") for file in ("run.pt", "unnamed.pt"))
+    for ours, theirs in zip(jax.tree.leaves(assumed), jax.tree.leaves(named), strict=True):
+        assert np.array_equal(ours, theirs)
+    (line,) = [message for message in caplog.messages if "without names of its parameters" in message]
+    assert "made with model.named_parameters()" in line
+    torch.save(unnamed(whole, 2), room / "groups.pt")
+    with pytest.raises(InputError, match="2 groups of parameters without names"):
+        taken_from(room, "groups.pt")
+
+
+SPOILED = {
+    "no-rate": ({"lr": None}, {}, "has lr=None, which must be of finite numbers"),
+    "no-decay": ({"weight_decay": None}, {}, "has weight_decay=None"),
+    "far": ({}, {"step": 1e300}, "says step 1e\\+300, which is no number of steps"),
+    "inf": ({}, {"step": float("inf")}, "says step inf"),
+    "nan": ({}, {"step": torch.tensor(float("nan"))}, "says step nan"),
+    "negative": ({}, {"step": -1}, "says step -1"),
+}
+
+
+@pytest.mark.parametrize(("setting", "other", "message"), SPOILED.values(), ids=SPOILED)
+def test_a_spoiled_checkpoint_is_told_in_one_line(
+    room: Path, tmp_path: Path, setting: dict[str, Any], other: dict[str, Any], message: str
+) -> None:
+    whole = torch.load(room / "run.pt", weights_only=True)
+    whole["optimizer"]["param_groups"][0].update(setting)
+    torch.save({**whole, **other}, tmp_path / "spoiled.pt")
+    with pytest.raises(InputError, match=message) as caught:
+        taken_from(room, str(tmp_path / "spoiled.pt"))
+    assert "\n" not in str(caught.value)
+
+
 WRONG = {
-    "muon": (["--init_from", "run.pt", "--optimizer.name", "muon"], "which muon can't go on from: give --opt"),
+    "muon": (["--init_from", "run.pt", "--optimizer.name", "muon"], "is AdamW, which muon can't go on from: give"),
     "sgd": (["--init_from", "run.pt", "--optimizer.name", "sgd"], "which sgd can't go on from"),
     "over": (["--init_from", "run.pt", "--steps", "5"], "run.pt has done 5 steps, and the run takes 5: raise --steps"),
     "missing": (["--init_from", "none.pt"], "none.pt does not exist"),
@@ -484,11 +550,24 @@ def test_a_wrong_source_ends_in_one_line_and_leaves_nothing(room: Path, flags: l
     assert not (room / "refused").exists()
 
 
+def test_a_checkpoint_of_another_size_is_refused_with_the_flags_that_fit(room: Path) -> None:
+    flags = ["--run_dir", "refused", "--model.num_layers", "2", "--model.max_seq_length", "7"]
+    done = train(room, *flags, "--init_from", "weights.pt")
+    done.check_refused(
+        "holds a language_model of other sizes than the run's: give --model.num_layers 1 --model.max_seq"
+    )
+    flags = done.err.partition("give ")[2].split()
+    assert train(room, "--run_dir", "refused", "--init_from", "none.pt", *flags).err.endswith("torch.save wrote\n")
+    assert not (room / "refused").exists()
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_its_keys(room: Path) -> None:
-    done = train(room, "--run_dir", "refused", "--init_from", "run.pt", "--model.num_layers", "2")
+    weights = torch.load(room / "weights.pt", weights_only=True)
+    del weights["classifier.bias"]
+    torch.save(weights, room / "short.pt")
+    done = train(room, "--run_dir", "refused", "--init_from", "short.pt")
     assert done.code == 2
-    assert "missing from the checkpoint" in done.err
-    assert "transformer.transformer_layers.1.mha.linear_proj.weight (14, 14)" in done.err
+    assert "short.pt: the checkpoint does not fit" in done.err and "missing from the checkpoint (1)" in done.err
     assert not (room / "refused").exists()
 
 
@@ -521,6 +600,16 @@ def test_a_hand_over_of_nothing_is_refused(tmp_path: Path, run_dir: str, out: st
     with pytest.raises(InputError, match=message):
         hand_over(str(tmp_path / run_dir), str(tmp_path / out))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_is_not_replaced_by_a_hand_over(room: Path, tmp_path: Path) -> None:
+    done = train(room, "--init_from", "weights.pt", "--run_dir", str(tmp_path / "run"), "--steps", "1")
+    assert done.code == 0, done.err
+    (tmp_path / "out.ckpt").mkdir()
+    (tmp_path / "out.ckpt" / "mine").write_text("mine")
+    with pytest.raises(InputError, match=r"out\.ckpt is a directory: name a file to write"):
+        hand_over(str(tmp_path / "run"), str(tmp_path / "out.ckpt"))
+    assert (tmp_path / "out.ckpt" / "mine").read_text() == "mine"
 
 
 def test_a_resumed_run_keeps_the_precision_that_it_started_from(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from flax import nnx
 from flax_tf.errors import InputError
 from flax_tf.porting.convert import flax_to_torch, slots
 from flax_tf.porting.files import numpy_to_torch, to_numpy
-from flax_tf.porting.param_groups import Kind, kind_of, param_groups
+from flax_tf.porting.param_groups import MOST_STEPS, Kind, kind_of, param_groups
 
 Rename = Mapping[str, str | None]
 
@@ -182,7 +182,11 @@ def _adam_count(state: Mapping[str, Mapping[str, Any]]) -> int:
             f"the PyTorch state has nothing for {len(never)} of {len(state)} parameters (first: {never[0]}), which "
             "never got a gradient: their Adam is at step 0, and optax has one count for all parameters"
         )
-    counts = {key: int(float(_entry(key, entry, "step"))) for key, entry in state.items() if entry}
+    told = {key: float(_entry(key, entry, "step")) for key, entry in state.items() if entry}
+    for key, count in told.items():
+        if not 0 <= count <= MOST_STEPS:
+            raise InputError(f"PyTorch's Adam is at step {count} for {key}, which is no number of steps")
+    counts = {key: int(count) for key, count in told.items()}
     for key, count in counts.items():
         if count != max(counts.values()):
             raise InputError(

@@ -1,5 +1,6 @@
 """State dicts of `torch.optim` optimizers: whose they are, and which parameter each of their numbers means."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,9 @@ KINDS = (
         {"trace": "momentum_buffer"},
     ),
 )
+# What optax's counts, which are int32, can hold.
+MOST_STEPS = 2**31 - 1
+_NUMBERS = ("lr", "weight_decay", "eps", "momentum", "betas")
 _HINT = (
     "give the optimizer model.named_parameters() when it is made, or pass names, in the order in which it got the "
     "parameters"
@@ -52,6 +56,13 @@ def kind_of(optimizer_state_dict: Mapping[str, Any]) -> Kind:
     kinds = [kind for kind in KINDS if all(kind.settings <= group.keys() for group in groups)]
     if len(kinds) != 1:
         raise InputError("the optimizer state is of neither Adam, AdamW nor SGD: only theirs can be carried over")
+    for group in groups:
+        for setting in _NUMBERS:
+            if setting in group and not _are_numbers(group[setting]):
+                raise InputError(
+                    f"the PyTorch optimizer has {setting}={group[setting]}, which must be of finite numbers of at "
+                    "least 0: set it in the optimizer's param_groups, and save its state_dict again"
+                )
     for group in groups:
         for setting in ("amsgrad", "maximize"):
             if group.get(setting):
@@ -115,6 +126,21 @@ def param_groups(
         )
     named = iter(order)
     return [{**group, "params": [next(named) for _ in group["params"]]} for group in groups]
+
+
+def has_names(optimizer_state_dict: Mapping[str, Any]) -> bool:
+    """Whether the state dict says which parameters are meant, so that no order needs to be assumed."""
+    groups = _groups(optimizer_state_dict)
+    return any(group.get("param_names") for group in groups) or all(
+        isinstance(index, str) for group in groups for index in group["params"]
+    )
+
+
+def _are_numbers(setting: Any) -> bool:
+    """Whether a setting is a number, in a tensor perhaps, or a pair of these, and they are finite and at least 0."""
+    values = setting if isinstance(setting, list | tuple) else [setting]
+    numbers = [value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value for value in values]
+    return all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
 
 
 def _groups(optimizer_state_dict: Any) -> Sequence[Mapping[str, Any]]:

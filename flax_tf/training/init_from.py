@@ -1,10 +1,10 @@
 """Starting a run from PyTorch: from weights alone, or where a half-trained run stopped."""
 
+import dataclasses
 import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import numpy as np
 from flax import nnx
 
 from flax_tf.errors import InputError
-from flax_tf.porting.convert import slots
+from flax_tf.porting.convert import StateDictError, slots, torch_to_flax
 from flax_tf.porting.files import TORCH_SUFFIXES, load_torch, read_weights, state_dict_in
+from flax_tf.porting.names import strip_wrappers
 from flax_tf.porting.optimizer import torch_to_optax
-from flax_tf.porting.param_groups import kind_of, param_groups
+from flax_tf.porting.param_groups import MOST_STEPS, has_names, kind_of, param_groups
+from flax_tf.porting.recognise import UnknownArchitectureError, told_fields
 from flax_tf.saving import model_directory
 from flax_tf.training.optimizer import learning_rates
 from flax_tf.training.optimizer_config import OptimizerConfig
@@ -31,10 +33,11 @@ _STEPS = ("step", "global_step", "iter", "iteration", "iter_num")
 _NAMES = {"Adam": ("adamw", "adam"), "SGD": ("sgd",)}
 # Of a learning rate that two programs computed, and of settings that were written down in decimals.
 _SAME = 1e-6
+_SCHEDULE = "the schedule, the warm-up and the --steps that it had"
 _NO_FLAG = "no setting, as its parameter groups differ"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
     """What a run starts from."""
 
@@ -67,11 +70,22 @@ def read_source(path: str | os.PathLike) -> Source:
     optimizer = _optimizer_in(file, loaded)
     if optimizer is None:
         return Source(str(path), weights)
-    steps = [_whole(loaded[name]) for name in _STEPS if name in loaded]
+    steps = [_told_step(path, name, loaded[name]) for name in _STEPS if name in loaded]
     known = [step for step in steps if step is not None] + _counted(optimizer)
     if not known:
         raise InputError(f"{path} does not tell how many steps were done: save it under 'step'")
     return Source(str(path), weights, optimizer, known[0])
+
+
+def fill(model: nnx.Module, source: Source) -> None:
+    """Fills the model with the source's weights.
+
+    Raises InputError if they don't fit: of another architecture or of other sizes in one line, else with a list.
+    """
+    try:
+        torch_to_flax(source.weights, model)
+    except StateDictError as error:
+        raise InputError(_other_model(source, model) or f"{source.path}: {error}") from None
 
 
 def take_over(
@@ -90,15 +104,19 @@ def take_over(
         kind = kind_of(source.optimizer)
         groups = param_groups(source.optimizer, model, names=source.weights)
         if config.name not in _NAMES[kind.name]:
+            told = "AdamW" if any(group.get("decoupled_weight_decay") for group in groups) else kind.name
             raise InputError(
-                f"its optimizer is {kind.name}, which {config.name} can't go on from: give --optimizer.name "
+                f"its optimizer is {told}, which {config.name} can't go on from: give --optimizer.name "
                 f"{' or '.join(_NAMES[kind.name])}, or a file of weights alone"
             )
         if any(group.get("nesterov") for group in groups):
             raise InputError("its optimizer has nesterov=True, which no run has: give a file of weights alone")
+        assumed = _assumed_order(source.optimizer, groups, model)
         opt_state = torch_to_optax(source.optimizer, model, state.opt_state, names=source.weights, step=source.step)
     except InputError as error:
         raise InputError(f"{source.path}: {error}") from None
+    if assumed:
+        log.warning("%s %s", source.path, assumed)
     for line in _differences(source, groups, model, config, total_steps):
         log.warning("%s %s", source.path, line)
     return state._replace(step=jnp.asarray(source.step, state.step.dtype), opt_state=opt_state)
@@ -119,7 +137,58 @@ def _whole(value: Any) -> int | None:
     """A count of steps, as a number or in a tensor."""
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    return int(number) if is_number and number >= 0 and float(number).is_integer() else None
+    return int(number) if is_number and 0 <= number <= MOST_STEPS and number % 1 == 0 else None
+
+
+def _told_step(path: str | os.PathLike, name: str, value: Any) -> int | None:
+    """The step under a name. None if there is something else than a number, such as an iterator's state."""
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    step = _whole(number)
+    if step is None and isinstance(number, int | float):
+        raise InputError(f"{path} says {name} {number}, which is no number of steps: save that under 'step'")
+    return step
+
+
+def _other_model(source: Source, model: Any) -> str | None:
+    """A line on the architecture or the sizes in which the source is another than the model, if shapes tell."""
+    names = strip_wrappers(source.weights)
+    try:
+        told = told_fields({names[key]: array.shape for key, array in source.weights.items()})
+    except UnknownArchitectureError:
+        return None
+    arch = told.pop("arch")
+    if arch != model.config.arch:
+        return (
+            f"{source.path} holds a {arch}, and this run trains a {model.config.arch}: give a file or --preset of one"
+        )
+    flags = [f"--model.{name} {value}" for name, value in told.items() if getattr(model.config, name) != value]
+    return f"{source.path} holds a {arch} of other sizes than the run's: give {' '.join(flags)}" if flags else None
+
+
+def _assumed_order(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: nnx.Module) -> str | None:
+    """A line if parameters may have been taken for others, as nothing but the order tells those of one shape apart.
+
+    Raises InputError for groups without names other than one, or two of the matrices and of the rest.
+    """
+    if has_names(optimizer):
+        return None
+    advice = "torch.optim's optimizers save names when they are made with model.named_parameters()"
+    places = slots(model)
+    kinds = [{len(places[key].torch_shape) >= 2 for key in group["params"]} for group in groups]
+    if len(groups) > 1 and sorted(map(tuple, kinds)) != [(False,), (True,)]:
+        raise InputError(
+            f"its optimizer has {len(groups)} groups of parameters without names, and not one of the matrices and one "
+            f"of the rest, so which is which can't be told: {advice}"
+        )
+    first: dict[tuple[int, ...], str] = {}
+    for key in (key for group in groups for key in group["params"]):
+        other = first.setdefault(places[key].torch_shape, key)
+        if other != key:
+            return (
+                f"has an optimizer without names of its parameters, which are taken to be in the model's order; no "
+                f"shape would tell if they weren't, as {other} and {key} have the same: {advice}"
+            )
+    return None
 
 
 def _counted(optimizer: Mapping[str, Any]) -> list[int]:
@@ -185,19 +254,35 @@ def _rate_differences(
 ) -> Iterator[str]:
     step = source.step or 0
     rates = {_plain(group["lr"]) for group in groups}
-    schedule = learning_rates(config, total_steps)
-    # Some scripts set the rate before a step, and so save that of the step before.
-    ours = [np.asarray(schedule(k)).item() for k in (step, max(0, step - 1))]
+    ours = _rates_at(step, config, total_steps)
     if all(any(math.isclose(rate, own, rel_tol=_SAME) for own in ours) for rate in rates):
         return
-    peaks = {_plain(group.get("initial_lr", group["lr"])) for group in groups}
+    yield _changed(f"learning_rate of step {step}", min(rates), ours[0], _rate_flags(groups, config, total_steps, step))
+
+
+def _rates_at(step: int, config: OptimizerConfig, total_steps: int) -> list[float]:
+    """The run's rate, and that of the step before, as some scripts set the rate before a step and so save that."""
+    schedule = learning_rates(config, total_steps)
+    return [np.asarray(schedule(k)).item() for k in (step, max(0, step - 1))]
+
+
+def _rate_flags(groups: Sequence[Mapping[str, Any]], config: OptimizerConfig, total_steps: int, step: int) -> str:
+    """The flags with which a run has the groups' learning rate at a step."""
+    rates = {_plain(group["lr"]) for group in groups}
     if len(rates) > 1:
-        flag = _NO_FLAG
-    elif not math.isclose(peak := peaks.pop(), config.learning_rate, rel_tol=_SAME):
-        flag = f"--optimizer.learning_rate {peak}"
-    else:
-        flag = "the schedule, the warm-up and the --steps that it had"
-    yield _changed(f"learning_rate of step {step}", sorted(rates)[0], ours[0], flag)
+        return _NO_FLAG
+    rate = rates.pop()
+    peak = _plain(groups[0].get("initial_lr", rate))
+    if peak > 0 and peak >= config.min_learning_rate:
+        ours = _rates_at(step, dataclasses.replace(config, learning_rate=peak), total_steps)
+        if any(math.isclose(rate, own, rel_tol=_SAME) for own in ours):
+            return f"--optimizer.learning_rate {peak}"
+    if rate == 0:  # the end of a schedule; no run can have it throughout
+        return _SCHEDULE
+    flags = f"--optimizer.schedule constant --optimizer.warmup_steps 0 --optimizer.learning_rate {rate}"
+    if config.min_learning_rate > rate:
+        flags += " --optimizer.min_learning_rate 0"
+    return flags if peak == rate else f"{flags}, or with {_SCHEDULE}"
 
 
 def _changed(name: str, before: Any, now: Any, flag: str) -> str:
