@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from flax import nnx
 from torch import nn
 
+from flax_tf.layers import BatchNorm
+
 
 class TorchImageNet(nn.Module):
     """Convolutions with batch norm, attention over the places of the picture, and a class."""
@@ -36,7 +38,7 @@ class ImageNet(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.conv = nnx.Conv(3, 10, (3, 3), strides=2, padding=1, use_bias=False, rngs=rngs)
-        self.norm = nnx.BatchNorm(10, rngs=rngs, use_fast_variance=False)
+        self.norm = BatchNorm(10, rngs=rngs)  # NNX's own keeps other running statistics
         self.depthwise = nnx.Conv(10, 10, (3, 5), padding=((1, 1), (2, 2)), feature_group_count=5, rngs=rngs)
         self.group = nnx.GroupNorm(10, 2, epsilon=1e-5, rngs=rngs, use_fast_variance=False)
         self.attn = nnx.MultiHeadAttention(2, 10, decode=False, dropout_rate=0.1, broadcast_dropout=False, rngs=rngs)

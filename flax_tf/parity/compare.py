@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     import torch
 
 LOW_PRECISIONS = ("float32", "bfloat16")
+# A comparison changes what the whole process has: precisions, and functions that it watches.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def compare(
@@ -120,7 +123,7 @@ def recorded_weights(path: str | os.PathLike) -> Mapping[str, np.ndarray]:
 @contextlib.contextmanager
 def full_precision() -> Generator[None]:
     """float64 on and no reduced-precision matrix products (TF32, bf16 passes) in either framework, for the block."""
-    with contextlib.ExitStack() as restored:
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as restored:
         if torch := sys.modules.get("torch"):  # or nothing of it will run
             restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             restored.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
@@ -149,6 +152,10 @@ def _run_reference(
     """PyTorch's float64 results and its errors below, and what measures more of these."""
     import torch
 
+    module = _unwrapped(module)
+    wide = [name for name, tensor in module.state_dict().items() if tensor.is_complex()]
+    if wide:
+        raise InputError(f"{wide[0]} is complex: comparisons are of real numbers")
     args, kwargs = all_to_numpy((inputs, dict(kwargs)))
     masks: Masks = {}
 
@@ -170,6 +177,7 @@ def _run_reference(
         cotangents=cotangents,
         layers={path: type(submodule).__name__ for path, submodule in module.named_modules()},
         trained=[name for name, parameter in parameters.items() if parameter.requires_grad],
+        frozen=[name for name, parameter in parameters.items() if not parameter.requires_grad],
         masks=masks if train else None,
         settings={"torch": torch.__version__, "its matrix products": torch.get_float32_matmul_precision()},
     )
@@ -189,18 +197,30 @@ def _run_reference(
     return truth, low_run
 
 
+def _unwrapped(module: Any) -> Any:
+    """The module itself, within what `torch.compile` and data parallelism put around it."""
+    import torch
+
+    while True:
+        if isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):
+            module = module._orig_mod
+        else:
+            return module
+
+
 def _compare(
     truth: Truth, flax_module: nnx.Module, rename: Rename, channels_last: bool, low_run: _LowRun | None
 ) -> Report:
-    args, kwargs, cotangents = truth.arguments["args"], truth.arguments["kwargs"], truth.cotangents
+    args, kwargs = truth.arguments["args"], truth.arguments["kwargs"]
     if channels_last:
-        moved = (args, kwargs, cotangents)
-        args, kwargs, cotangents = map_arrays(lambda _, array: channels_last_array(array), moved)
+        args, kwargs = map_arrays(lambda _, array: channels_last_array(array), (args, kwargs))
     measures = {}
     for precision in ("float64", *truth.errors):
         measures[precision] = measure = Measure(truth, channels_last=channels_last)
         differences = run_flax(
-            flax_module, args, kwargs, precision, measure, cotangents, masks=truth.masks, rename=rename
+            flax_module, args, kwargs, precision, measure, truth.cotangents, masks=truth.masks, rename=rename
         )
         measure.close()
     judged = partial(judge, truth, flax_module, measures, rename, differences)

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from flax_tf.parity.casting import cast_array, cast_module, compiler_options, computing_in
 from flax_tf.parity.dropout import Masks, replaying_dropout
 from flax_tf.parity.events import (
+    BUFFER,
     GRADIENT,
     INPUT,
     INPUT_GRADIENT,
@@ -26,7 +27,7 @@ from flax_tf.parity.events import (
     call_name,
     key_name,
 )
-from flax_tf.parity.tree import arrays_of, map_arrays
+from flax_tf.parity.tree import arrays_of, map_arrays, results_of
 from flax_tf.porting.convert import flax_to_torch, slots, torch_modules
 
 Rename = Mapping[str, str | None] | None
@@ -60,7 +61,7 @@ def run_flax(
 
     @partial(jax.jit, donate_argnums=0, compiler_options=compiler_options())
     def run(parameters: nnx.State, arrays: dict[str, jax.Array], weights: dict[str, jax.Array]) -> nnx.State:
-        def scalar(parameters: nnx.State, probe: jax.Array) -> jax.Array:
+        def scalar(parameters: nnx.State, probe: jax.Array) -> tuple[jax.Array, nnx.State]:
             # A copy, or what training mode changes would leak out of the trace.
             model = nnx.merge(graph, parameters, rest, copy=True)
             given_args, given_kwargs = map_arrays(lambda label, _: arrays[label], (args, dict(kwargs)))
@@ -73,13 +74,18 @@ def run_flax(
             ):
                 outputs = arrays_of(model(*given_args, **given_kwargs))
             # Only what both sides return: what one returns alone is reported.
-            pairs = [(outputs[label], weights[label]) for label in weights if label in outputs]
-            return sum((jnp.vdot(*pair) for pair in pairs if pair[0].shape == pair[1].shape), jnp.zeros((), dtype))
+            pairs = [(outputs[label], _placed(weights[label], outputs[label])) for label in weights if label in outputs]
+            total = sum((jnp.vdot(*pair) for pair in pairs if pair[0].shape == pair[1].shape), jnp.zeros((), dtype))
+            return total, nnx.split(model, nnx.Param, ...)[2]
 
-        return jax.grad(scalar, argnums=(0, 1))(parameters, jnp.zeros(()))[0]
+        return jax.grad(scalar, argnums=(0, 1), has_aux=True)(parameters, jnp.zeros(()))
 
-    gradients = jax.block_until_ready(run(parameters, arrays, weights))
+    (gradients, _), after = jax.block_until_ready(run(parameters, arrays, weights))
     jax.effects_barrier()
+    if masks is not None:  # training mode, which changes buffers
+        for key, slot in slots(nnx.merge(graph, gradients, after), rename).items():
+            if not any(isinstance(variable, nnx.Param) for variable in slot.variables):
+                listener(key_name(BUFFER, key), slot.to_torch())
     trained = {
         key for key, slot in slots(module, rename).items() if all(isinstance(v, nnx.Param) for v in slot.variables)
     }
@@ -87,6 +93,11 @@ def run_flax(
         if key in trained:
             listener(key_name(GRADIENT, key), gradient)
     return differences
+
+
+def _placed(weight: jax.Array, output: jax.Array) -> jax.Array:
+    """The cotangent in the layout of Flax's output, which may have the channels last."""
+    return weight if weight.shape == output.shape or weight.ndim < 3 else jnp.moveaxis(weight, 1, -1)
 
 
 @contextlib.contextmanager
@@ -163,16 +174,17 @@ def recorded_calls(
                 return original(self, *args, **kwargs)
             site = next(sites)
             inputs = list(arrays_of((args, kwargs)).values())
-            _when_computed(partial(numbers.begin, site, paths[id(self)]), inputs)
+            compiled = probe is not None or any(isinstance(array, Tracer) for array in inputs)
+            _when_computed(partial(numbers.begin, site, paths[id(self)]), inputs, compiled)
             labels = [str(index) for index in range(len(inputs))]
             told = inner_gradients or self is module
             if told:
                 args, kwargs = _tapped((args, kwargs), labels, partial(numbers.back, site, INPUT_GRADIENT), probe)
             output = original(self, *args, **kwargs)
-            outputs = arrays_of(output)
-            _when_computed(partial(numbers.end, site, list(outputs)), list(outputs.values()))
+            outputs = results_of(output)
+            _when_computed(partial(numbers.end, site, list(outputs)), list(outputs.values()), compiled)
             if told:
-                output = _tapped(output, list(outputs), partial(numbers.back, site, OUTPUT_GRADIENT), probe)
+                output = _tapped(output, list(arrays_of(output)), partial(numbers.back, site, OUTPUT_GRADIENT), probe)
             return output
 
         return call
@@ -190,9 +202,9 @@ def recorded_calls(
                 cls.__call__ = call
 
 
-def _when_computed(tell: Callable[..., None], arrays: list[Any]) -> None:
-    """Tells the arrays: now, or, under a transformation, when the program comes to them."""
-    if any(isinstance(array, Tracer) for array in arrays):
+def _when_computed(tell: Callable[..., None], arrays: list[Any], compiled: bool) -> None:
+    """Tells the arrays: now, or, in a program that is being compiled, when it comes to them."""
+    if compiled:
         jax.debug.callback(tell, *arrays, ordered=True)
     else:
         tell(*arrays)

@@ -110,7 +110,11 @@ def _explanation(report: Report) -> Iterable[str]:
 
 def _tables(report: Report) -> Iterable[str]:
     ids = row_ids(report)
-    for kind, heading in (("output", "Outputs, in the order they run"), ("gradient", "Gradients")):
+    for kind, heading in (
+        ("output", "Outputs, in the order they run"),
+        ("gradient", "Gradients"),
+        ("buffer", "Buffers after the step"),
+    ):
         if rows := {id: row for id, row in ids.items() if row.kind == kind}:
             yield f"<h2>{heading}</h2>"
             yield _table(report, rows)

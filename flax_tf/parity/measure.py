@@ -3,8 +3,19 @@
 import numpy as np
 
 from flax_tf.parity import tolerances
-from flax_tf.parity.events import GRADIENT, GRADIENTS, INPUT, OUTPUT, call_of, kind_of
-from flax_tf.parity.tolerances import relative_error
+from flax_tf.parity.events import (
+    BUFFER,
+    GRADIENT,
+    GRADIENTS,
+    INPUT,
+    INPUT_GRADIENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    call_name,
+    call_of,
+    kind_of,
+)
+from flax_tf.parity.tolerances import output_error, relative_error
 from flax_tf.parity.truth import Truth
 
 
@@ -12,7 +23,8 @@ class Measure:
     """A listener: `errors` by name, and the names that the truth hasn't.
 
     A layer that keeps its channels last, as Flax's convolutions do, is compared with PyTorch's, which has them second,
-    after a move of the axis. What the model itself takes and returns is moved only if `channels_last` says so.
+    after a move of the axis. What the model itself takes and returns is moved only if `channels_last` says
+    that it may be.
     """
 
     def __init__(self, truth: Truth, *, channels_last: bool = False):
@@ -22,25 +34,39 @@ class Measure:
         self._truth, self._channels_last = truth, channels_last
 
     def __call__(self, name: str, array: np.ndarray) -> None:
-        if name not in self._truth.arrays:
-            self.unknown.append(name)
-            return
-        truth = self._truth.arrays[name]
         kind = kind_of(name)
-        if kind == GRADIENT:
+        truth = self._truth.arrays.get(name)
+        if truth is None and self._without_gradient(name, kind):
+            truth = np.zeros_like(array)  # PyTorch stops the gradient there
+        if truth is None:
+            self.unknown.append(name)
+        elif kind == GRADIENT:
             self.errors[name] = self._gradient_error(array, truth, self._truth.gradient_norm)
-            return
+        elif kind == BUFFER:
+            self.errors[name] = relative_error(array, truth)
+        else:
+            self._measure(name, kind, array, truth)
+
+    def _measure(self, name: str, kind: str, array: np.ndarray, truth: np.ndarray) -> None:
+        """What goes into or comes out of a call."""
         path = call_of(name)[0].path
-        root = path == ""
         if kind == INPUT:
-            # PyTorch's attention has True for "hide".
-            either = self._truth.layers.get(path) == "MultiheadAttention"
-            self.errors[name] = 0.0 if root else _input_error(array, truth, either_polarity=either)
+            if path == "":
+                self.errors[name] = 0.0
+                return
+            # PyTorch's attention has True for "hide", and another shape.
+            if truth.dtype == bool and self._truth.layers.get(path) == "MultiheadAttention":
+                same = array.shape != truth.shape or np.array_equal(array, truth) or np.array_equal(array, ~truth)
+                self.errors[name] = 0.0 if same else float("inf")
+            else:
+                self.errors[name] = output_error(_either_layout(array, truth), truth)
             return
-        placed = self._moved(array, truth) if root else _either_layout(array, truth)
+        placed = self._moved(array, truth) if path == "" else _either_layout(array, truth)
         if kind == OUTPUT:
-            self.errors[name] = relative_error(placed, truth)
+            self.errors[name] = output_error(placed, truth)
             self.dtypes[name] = array.dtype
+        elif kind == OUTPUT_GRADIENT and path == "":
+            self.errors[name] = 0.0  # the cotangents, which are given
         else:
             self.errors[name] = self._gradient_error(placed, truth, self._truth.call_gradient_norm)
 
@@ -49,16 +75,21 @@ class Measure:
         calls = {call_of(name)[0] for name in self.errors if kind_of(name) == OUTPUT}
         for name, truth in self._truth.arrays.items():
             kind = kind_of(name)
-            if name in self.errors or kind == GRADIENT or call_of(name)[0] not in calls:
+            if name in self.errors or kind in (GRADIENT, BUFFER) or call_of(name)[0] not in calls:
                 continue
             if kind in GRADIENTS:
                 zero = np.zeros_like(truth)
                 self.errors[name] = self._gradient_error(zero, truth, self._truth.call_gradient_norm)
-            elif kind == INPUT and truth.dtype == bool:
+            elif kind == INPUT and is_mask(truth):
                 self.errors[name] = float("inf")
 
+    def _without_gradient(self, name: str, kind: str) -> bool:
+        """Whether it is the gradient of an array that PyTorch has, and has no gradient of."""
+        values = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}
+        return kind in values and call_name(values[kind], *call_of(name)) in self._truth.arrays
+
     def _moved(self, array: np.ndarray, truth: np.ndarray) -> np.ndarray:
-        return np.moveaxis(array, -1, 1) if self._channels_last and truth.ndim > 2 else array
+        return _either_layout(array, truth) if self._channels_last else array
 
     def _gradient_error(self, gradient: np.ndarray, truth: np.ndarray, whole: float) -> float:
         """Relative to the truth, or to a small part of all gradients where that is larger."""
@@ -69,8 +100,14 @@ class Measure:
 
         if zero(truth) and zero(gradient):
             return 0.0
+        error, size = relative_error(gradient, truth), tolerances.norm(truth)
         small = tolerances.SMALL_GRADIENT_FLOAT64 if gradient.dtype == np.float64 else tolerances.SMALL_GRADIENT
-        return relative_error(gradient, truth) * min(1.0, tolerances.norm(truth) / whole / small)
+        return error * size / (small * whole) if 0 < size < small * whole else error
+
+
+def is_mask(array: np.ndarray) -> bool:
+    """Whether it says what attention may see: truth values, or numbers of which some are minus infinity."""
+    return array.dtype == bool or bool(np.isneginf(array.astype(np.float64)).any())
 
 
 def channels_last_array(array: np.ndarray) -> np.ndarray:
@@ -86,13 +123,4 @@ def _either_layout(array: np.ndarray, truth: np.ndarray) -> np.ndarray:
     if array.shape != truth.shape:
         return moved
     # A wrong layout is wrong by about 1, so the other one need not be tried below that.
-    return moved if relative_error(array, truth) > 1e-1 > relative_error(moved, truth) else array
-
-
-def _input_error(array: np.ndarray, truth: np.ndarray, *, either_polarity: bool) -> float:
-    """The error of a submodule's input; a mask is right or wrong."""
-    if truth.dtype == bool:
-        if array.dtype != bool or array.shape != truth.shape:
-            return 0.0 if either_polarity else float("inf")
-        return 0.0 if (array == truth).all() or (either_polarity and (array != truth).all()) else float("inf")
-    return relative_error(_either_layout(array, truth), truth)
+    return moved if output_error(array, truth) > 1e-1 > output_error(moved, truth) else array

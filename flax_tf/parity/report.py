@@ -28,9 +28,9 @@ class Low(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A submodule's output, the gradient of a parameter or input, or a tensor of the weights."""
+    """A submodule's output, a gradient of a parameter or input, a buffer after a step, or a tensor of the weights."""
 
-    kind: Literal["output", "gradient", "tensor"]
+    kind: Literal["output", "gradient", "buffer", "tensor"]
     name: str
     """PyTorch's path of the submodule ("(model)" for the whole), or the parameter's key; "input 1" for an input."""
     flax: str
@@ -50,12 +50,12 @@ class Row:
     @property
     def limit64(self) -> float:
         """The contract's bound on `float64`."""
-        limits = {"output": tolerances.OUTPUT_FLOAT64, "gradient": tolerances.GRADIENT_FLOAT64, "tensor": 0.0}
-        return limits[self.kind]
+        output, gradient = tolerances.OUTPUT_FLOAT64, tolerances.GRADIENT_FLOAT64
+        return {"output": output, "gradient": gradient, "buffer": output, "tensor": 0.0}[self.kind]
 
     def limit(self, precision: str) -> float:
         """The contract's bound on Flax's error in a precision below float64."""
-        floor = tolerances.OUTPUT_FLOOR if self.kind == "output" else tolerances.GRADIENT_FLOOR
+        floor = tolerances.GRADIENT_FLOOR if self.kind == "gradient" else tolerances.OUTPUT_FLOOR
         return tolerances.low_limit(self.low[precision].torch, precision, floor)
 
     def ok_in(self, precision: str) -> bool:
@@ -138,7 +138,9 @@ class Report:
                 + (f", {low} as accurate as PyTorch" if low else "")
             )
         if self.culprit is not None:
-            return f"NOT the same model: the first difference is in {self.culprit} ({len(failed)} rows differ)"
+            counts = [f"{len(failed)} row{'s differ' if len(failed) != 1 else ' differs'}"] if failed else []
+            counts += [f"{len(self.unpaired)} unpaired"] if self.unpaired else []
+            return f"NOT the same model: the first difference is in {self.culprit} ({', '.join(counts)})"
         if self.unpaired:
             return f"NOT the same model: {self.unpaired[0]} ({len(self.unpaired)} unpaired)"
         return f"NOT the same model: {failed[0].name} ({failed[0].kind}) and {len(failed) - 1} other rows differ"

@@ -54,15 +54,49 @@ SMALL_GRADIENT_FLOAT64 = 1e-4
 ZERO_ROUNDINGS = 64
 
 
+# What is larger than this is no activation but what fills masked places, such as -1e9. Beside it all else would be
+# below the roundings of the tensor's norm, so it is measured by itself.
+FILL = 1e6
+# And this large is the lowest number of a dtype, which is another one in another precision.
+EXTREME = 1e30
+
+
 def relative_error(value: np.ndarray, truth: np.ndarray) -> float:
     """‖value - truth‖ / ‖truth‖ over the tensor; inf for another shape, and if either side holds NaN or inf."""
     if value.shape != truth.shape or not (np.isfinite(value).all() and np.isfinite(truth).all()):
         return float("inf")
-    value, truth = (side if np.iscomplexobj(side) else side.astype(np.float64, copy=False) for side in (value, truth))
-    difference, scale = norm(value - truth), norm(truth)
+    difference, scale = norm(_wide(value) - _wide(truth)), norm(truth)
     if difference == 0:
         return 0.0
-    return difference / scale if scale else float("inf")
+    return difference / scale if scale and difference < float("inf") else float("inf")
+
+
+def output_error(value: np.ndarray, truth: np.ndarray) -> float:
+    """The relative error of what a module returns or is given.
+
+    Integers and truth values are equal or not. Places that the truth fills with huge numbers are measured apart, and
+    the same infinity on both sides, which a mask may have left, is equal.
+    """
+    if value.shape != truth.shape:
+        return float("inf")
+    exact = [array.dtype.kind in "biu" for array in (value, truth)]
+    if any(exact):
+        return 0.0 if all(exact) and np.array_equal(value, truth) else float("inf")
+    magnitude = np.abs(_wide(truth))
+    if not np.isnan(magnitude).any() and magnitude.max(initial=0.0) < FILL:
+        return relative_error(value, truth)
+    extreme = ~(magnitude < EXTREME)
+    filled = (magnitude >= FILL) & ~extreme
+    groups = (~(filled | extreme), filled)
+    errors = [relative_error(np.where(group, value, 0), np.where(group, truth, 0)) for group in groups]
+    ours, theirs = _wide(value)[extreme], _wide(truth)[extreme]
+    infinite = np.isinf(theirs)
+    if np.isnan(ours).any() or np.isnan(theirs).any():
+        errors.append(float("inf"))
+    elif value.dtype == np.float64:
+        errors.append(0.0 if (ours[infinite] == theirs[infinite]).all() else float("inf"))
+        errors.append(relative_error(ours[~infinite] / EXTREME, theirs[~infinite] / EXTREME))
+    return max(errors)
 
 
 def norm(array: np.ndarray) -> float:
@@ -70,8 +104,15 @@ def norm(array: np.ndarray) -> float:
 
     Summed in pairs. `np.linalg.norm` is a BLAS product, whose threads get in the way of those that run the model.
     """
-    magnitudes = np.abs(array).astype(np.float64, copy=False)
+    magnitudes = np.abs(_wide(array))
+    largest = float(magnitudes.max(initial=0.0))
+    if 1e150 < largest < float("inf"):  # its square would be infinite
+        return largest * norm(magnitudes / largest)
     return float(np.sqrt(np.square(magnitudes).sum()))
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array if np.iscomplexobj(array) else array.astype(np.float64, copy=False)
 
 
 def low_limit(torch_error: float, precision: str, floor: int) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flax_tf.parity.events import (
+    BUFFER,
     GRADIENT,
     INPUT,
     INPUT_GRADIENT,
@@ -20,7 +21,7 @@ from flax_tf.parity.events import (
     call_name,
     key_name,
 )
-from flax_tf.parity.tree import arrays_of, map_arrays
+from flax_tf.parity.tree import arrays_of, map_arrays, results_of
 from flax_tf.porting.files import numpy_to_torch, torch_to_numpy
 
 if TYPE_CHECKING:
@@ -95,19 +96,29 @@ def run_torch(
 
     def after(path: str):
         def hook(_module, _args, output):
-            return tapped(output, OUTPUT, OUTPUT_GRADIENT, running[path].pop())
+            call = running[path].pop()
+            for label, number in results_of(output).items():
+                if isinstance(number, np.ndarray):  # one of Python's own
+                    listener(call_name(OUTPUT, call, label), number)
+            return tapped(output, OUTPUT, OUTPUT_GRADIENT, call)
 
         return hook
 
     for path, submodule in module.named_modules():
         submodule.register_forward_pre_hook(before(path), with_kwargs=True)
         submodule.register_forward_hook(after(path))
-    with _gradients_told(module, listener):
+    # Whatever the process has switched off.
+    with torch.inference_mode(False), torch.enable_grad(), _gradients_told(module, listener):
         arguments = map_arrays(lambda _, array: _leaf(array, precision), (args, dict(kwargs)))
         with nullcontext() if dropout is None else dropout(module):
             outputs = arrays_of(module(*arguments[0], **arguments[1]))
+        if dropout is not None:
+            for name, buffer in module.named_buffers():
+                listener(key_name(BUFFER, name), torch_to_numpy(buffer))
+        outputs = {label: output for label, output in outputs.items() if output.is_floating_point()}
+        weights = {label: cotangent(output.shape) for label, output in outputs.items()}
+        # One that PyTorch has detached has a weight all the same: in Flax nothing may depend on it.
         told = {label: output for label, output in outputs.items() if output.requires_grad}
-        weights = {label: cotangent(output.shape) for label, output in told.items()}
         torch.autograd.backward(
             list(told.values()), [numpy_to_torch(weights[label]).to(output) for label, output in told.items()]
         )

@@ -27,7 +27,8 @@ def map_arrays(function: Callable[[str, Any], Any], tree: Any, label: str = "") 
         return function(label or "0", tree)
 
     def inner(name: Any, value: Any) -> Any:
-        return map_arrays(function, value, f"{label}.{name}" if label else str(name))
+        own = str(name).replace(".", "\\.")  # or two labels could be one
+        return map_arrays(function, value, f"{label}.{own}" if label else own)
 
     if isinstance(tree, Mapping):
         changed = {name: inner(name, value) for name, value in tree.items()}
@@ -40,6 +41,18 @@ def map_arrays(function: Callable[[str, Any], Any], tree: Any, label: str = "") 
         names = [field.name for field in dataclasses.fields(tree) if field.init]
         return dataclasses.replace(tree, **{name: inner(name, getattr(tree, name)) for name in names})
     return tree
+
+
+def results_of(tree: Any) -> dict[str, Any]:
+    """`arrays_of` what a module returns, with Python's numbers and truth values among the arrays."""
+    if isinstance(tree, bool | int | float):
+        return {"0": np.asarray(tree)}
+    found = arrays_of(tree)
+    if isinstance(tree, Mapping):
+        found |= {str(name): np.asarray(value) for name, value in tree.items() if isinstance(value, bool | int | float)}
+    elif isinstance(tree, tuple | list):
+        found |= {str(i): np.asarray(value) for i, value in enumerate(tree) if isinstance(value, bool | int | float)}
+    return found
 
 
 def arrays_of(tree: Any) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class Truth:
     """The class of every submodule, by its path."""
     trained: list[str] = field(default_factory=list)
     """The keys of the parameters."""
+    frozen: list[str] = field(default_factory=list)
+    """The keys of those that PyTorch does not train."""
     masks: Masks | None = None
     """What dropout kept, in training mode; None in evaluation mode."""
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -105,7 +107,7 @@ def write_truth(truth: Truth, path: str | os.PathLike) -> None:
     tree = _pack({"arguments": truth.arguments, "cotangents": truth.cotangents, "masks": masks}, leaves)
     groups = {"weight": truth.weights, "array": truth.arrays, "leaf": leaves}
     about = {"tree": tree} | {
-        name: getattr(truth, name) for name in ("layers", "trained", "errors", "nudged", "settings")
+        name: getattr(truth, name) for name in ("layers", "trained", "frozen", "errors", "nudged", "settings")
     }
     header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "about": json.dumps(about)}}
     names = {dtype: name for name, dtype in ((n, np.dtype(d)) for n, d in SAFETENSORS_DTYPES.items())}

@@ -1,6 +1,6 @@
 """From the errors of all runs to a report: a row for each submodule, gradient and tensor, and what has no partner."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import flax
 import jax
@@ -8,17 +8,28 @@ import numpy as np
 from flax import nnx
 
 from flax_tf.parity.events import (
+    BUFFER,
     GRADIENT,
+    INPUT,
     INPUT_GRADIENT,
     OUTPUT,
+    OUTPUT_GRADIENT,
     Call,
     call_name,
     call_of,
     key_name,
+    key_of,
     kind_of,
 )
-from flax_tf.parity.locate import by_call, first_wrong_output, last_wrong_gradient, outside_float64, outside_low
-from flax_tf.parity.measure import Measure
+from flax_tf.parity.locate import (
+    around_first_wrong_output,
+    by_call,
+    first_wrong_output,
+    last_wrong_gradient,
+    outside_float64,
+    outside_low,
+)
+from flax_tf.parity.measure import Measure, is_mask
 from flax_tf.parity.report import ROOT, Low, Report, Row
 from flax_tf.parity.tolerances import relative_error
 from flax_tf.parity.truth import Truth
@@ -48,8 +59,11 @@ def judge(
 
     def row(kind, name: str, flax: str, layer: str, names: list[str]) -> Row:
         """The worst over the names: which of many calls has bad luck with its roundings differs between frameworks."""
+        missing = float("inf")  # a call that a precision does not make
         low = {
-            precision: Low(max(errors[precision][n] for n in names), max(theirs[n] for n in names))
+            precision: Low(
+                max(errors[precision].get(n, missing) for n in names), max(theirs.get(n, missing) for n in names)
+            )
             for precision, theirs in torch_errors.items()
         }
         return Row(kind, name, flax, layer, max(errors["float64"][n] for n in names), low)
@@ -66,13 +80,18 @@ def judge(
         if kind_of(name) == INPUT_GRADIENT and call_of(name)[0] == Call("", 0) and name in errors["float64"]:
             title = f"input {int(call_of(name)[1]) + 1}"
             rows.append(row("gradient", title, title, "", [name]))
+    for name in truth.arrays:
+        if kind_of(name) == BUFFER and name in errors["float64"]:
+            key = key_of(name)
+            rows.append(row("buffer", key, tree.slots[key].paths[0], "", [name]))
     rows += _tensor_rows(truth, tree)
     unpaired = [*_unpaired_keys(truth, tree), *_unpaired_results(truth, measures["float64"]), *differences]
+    rows, within = _visible(rows, unpaired)
     culprit = _culprit(truth, errors, torch_errors, rows)
     return Report(
         rows=tuple(rows),
         unpaired=tuple(unpaired),
-        notes=tuple(_notes(truth, measures["float64"], layers)),
+        notes=tuple(_notes(truth, measures["float64"], layers) + within),
         culprit=culprit,
         settings={
             "jax": jax.__version__,
@@ -82,6 +101,21 @@ def judge(
             **truth.settings,
         },
     )
+
+
+def _visible(rows: list[Row], unpaired: list[str]) -> tuple[list[Row], list[str]]:
+    """The rows, without outputs within the model that differ where all that comes of them agrees; and notes on these.
+
+    Such are time-major layers, heads on another axis, and calls in another order: the same function in another form.
+    """
+    inner = [row for row in rows if row.kind == "output" and row.name != ROOT and row.float64 > row.limit64]
+    failed = [row for row in rows if not row.ok]
+    if unpaired or any(row not in inner for row in failed):
+        return rows, []
+    notes = [
+        f"output of {row.name} ({row.layer}) has another form or order; all that comes of it agrees" for row in inner
+    ]
+    return [row for row in rows if row not in inner], notes
 
 
 def _named(layer: tuple[str, str], root: str) -> tuple[str, str]:
@@ -108,19 +142,29 @@ def _culprit(
     calls = [call for call in truth.calls if call in names]
     gradients = [name for name in errors["float64"] if kind_of(name) == GRADIENT]
 
-    def located(locate: Callable[..., str | None], *rest: list[str]) -> str | None:
-        found = locate(calls, outside_float64(errors["float64"]), names, *rest)
-        for precision, theirs in torch_errors.items():
-            if found is None and any(not row.ok_in(precision) for row in failed if precision in row.low):
-                found = locate(calls, outside_low(errors[precision], theirs, precision), names, *rest)
-        return found
+    masks = {name for name, truth in truth.arrays.items() if kind_of(name) == INPUT and is_mask(truth)}
+    outside = outside_float64(errors["float64"])
+    low = [
+        outside_low(errors[precision], theirs, precision)
+        for precision, theirs in torch_errors.items()
+        if any(not row.ok_in(precision) for row in failed if precision in row.low)
+    ]
+
+    def first_output() -> str | None:
+        found = first_wrong_output(calls, outside, names, masks)
+        below = (around_first_wrong_output(calls, fails, names) for fails in low)
+        return found if found is not None else next((path for path in below if path is not None), None)
+
+    def last_gradient() -> str | None:
+        found = (last_wrong_gradient(calls, fails, names, gradients) for fails in (outside, *low))
+        return next((path for path in found if path is not None), None)
 
     kinds = {row.kind for row in failed}
-    found = located(first_wrong_output) if "output" in kinds else None
+    found = first_output() if "output" in kinds else None
     if found is None and "tensor" in kinds:
         found = next(row.name for row in failed if row.kind == "tensor").rpartition(".")[0]
     if found is None and "output" not in kinds:
-        found = located(last_wrong_gradient, gradients)
+        found = last_gradient()
     if found is None:
         row = failed[0]
         found = row.name if row.kind == "output" else row.name.rpartition(".")[0]
@@ -140,6 +184,8 @@ def _unpaired_keys(truth: Truth, tree: Tree) -> list[str]:
             lines.append(f"{'parameter' if is_parameter else 'buffer'} {key}{place} is in Flax alone")
         elif key in trained and not is_parameter:
             lines.append(f"parameter {key} is trained in PyTorch alone")
+        elif is_parameter and key not in trained and key not in truth.frozen:
+            lines.append(f"buffer {key} is trained in Flax alone")
     return lines
 
 
@@ -166,6 +212,10 @@ def _notes(truth: Truth, measure: Measure, layers: Mapping[str, tuple[str, str]]
         if dtype.kind not in "biuc" and dtype != np.float64:
             lines.append(f"{_output(name)} is {dtype} in the float64 run: the code of the Flax module fixes its dtype")
             break
+    if truth.frozen:
+        lines.append(f"frozen in PyTorch, so that gradients are not compared: {', '.join(truth.frozen)}")
+    if not any(kind_of(name) == OUTPUT_GRADIENT for name in truth.arrays):
+        lines.append("no output has a gradient in PyTorch: only what the models return was compared")
     return list(dict.fromkeys(lines))
 
 

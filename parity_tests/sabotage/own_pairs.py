@@ -1,10 +1,8 @@
 """Faults in models that are not of this project."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -66,11 +64,12 @@ def kernel_not_flipped() -> str | None:
 @found_by(FAULTS, "stem.1")
 def batch_statistics() -> str | None:
     """Batch norm that takes the batch's statistics in evaluation."""
-    return images(lambda model: with_call(model.norm, partial(_batch_statistics)))
 
+    def call(self, x):
+        x = (x - x.mean((0, 1, 2), keepdims=True)) / jnp.sqrt(x.var((0, 1, 2), keepdims=True) + self.epsilon)
+        return x * self.weight[None, None, None] + self.bias[None, None, None]
 
-def _batch_statistics(self: nnx.BatchNorm, x: jax.Array) -> jax.Array:
-    return nnx.BatchNorm.__call__(self, x, use_running_average=False)
+    return images(lambda model: with_call(model.norm, call))
 
 
 @found_by(FAULTS, "stem.1")
@@ -78,9 +77,19 @@ def running_statistics() -> str | None:
     """Batch norm's running mean left out of the port."""
 
     def plant(model):
-        model.norm.mean[...] = jnp.zeros(10)
+        model.norm.running_mean[...] = jnp.zeros(10)
 
     return images(plant)
+
+
+@found_by(FAULTS, "stem.1", "35")
+def momentum() -> str | None:
+    """Batch norm's momentum in NNX's sense, in one training step."""
+
+    def plant(model):
+        model.norm.momentum = 0.9
+
+    return images(plant, train=True)
 
 
 @found_by(FAULTS, "norm")
@@ -155,6 +164,47 @@ def centred() -> str | None:
         with_call(model.norm, lambda self, x: nnx.RMSNorm.__call__(self, x - x.mean(-1, keepdims=True)))
 
     return rotary(plant)
+
+
+@found_by(FAULTS, "(model)")
+def beside_a_fill() -> str | None:
+    """A number added to scores of which some are filled with the dtype's lowest."""
+    torch.manual_seed(0)
+    hidden = np.arange(7)[None, :] > np.arange(5)[:, None]
+
+    class Torch(torch.nn.Module):
+        def forward(self, x):
+            return x.masked_fill(torch.from_numpy(hidden), torch.finfo(x.dtype).min)
+
+    class Flax(nnx.Module):
+        def __call__(self, x):
+            return jnp.where(hidden, jnp.finfo(x.dtype).min, x + 1e-3)
+
+    return _named(compare(Torch(), Flax(), POSITIONS[:, :5, :7]))
+
+
+@found_by(FAULTS, "(model)")
+def not_detached() -> str | None:
+    """A result whose gradient PyTorch stops, and Flax does not."""
+    torch.manual_seed(0)
+
+    class Torch(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = torch.nn.Linear(12, 5)
+
+        def forward(self, x):
+            return self.lin(x), self.lin(2 * x).detach()
+
+    class Flax(nnx.Module):
+        def __init__(self):
+            self.lin = nnx.Linear(12, 5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.lin(x), self.lin(2 * x)
+
+    module = Torch()
+    return _named(compare(module, torch_to_flax(module.state_dict(), Flax()), POSITIONS))
 
 
 @found_by(FAULTS, "out")
