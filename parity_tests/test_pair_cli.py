@@ -209,6 +209,7 @@ def wrong_pairs() -> list[Any]:
         ({}, [*pair(), "--html", "out", "--json", "./out"], "--json ./out is the file of --html too"),
         ({}, [*pair(), "--weights", "short.safetensors", "--json", "short.safetensors"], "the file of --weights too"),
         (with_input(shape=[2, 7], dtype="int8"), pair(), "dtype 'int8': choose from float32, int32, int64, bool"),
+        (with_input(shape=[10**30, 7]), pair(), "is of more numbers than any memory holds"),
         (with_input(shape=[2, 0]), pair(), "sizes of at least 1, not [2, 0]"),
         (with_input(shape="2, 7"), pair(), "shape must be list or null, not '2, 7'"),
         (with_input(name="ids"), pair(), "input 1: give a shape or a value"),

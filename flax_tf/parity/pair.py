@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "int32", "int64", "bool")
 MOST_SEED = 2**32 - 1  # that both frameworks and NumPy take
+MOST_NUMBERS = 2**48  # far below what NumPy can address, far above any memory
 MESSAGE_LENGTH = 300  # characters of an exception from within a model
 
 
@@ -201,6 +203,8 @@ def _random(config: InputConfig, rng: np.random.Generator, what: str) -> np.ndar
     shape = config.shape or []
     if any(type(size) is not int or size < 1 for size in shape):
         raise InputError(f"{what}: shape must be a list of sizes of at least 1, not {shape}")
+    if math.prod(shape) > MOST_NUMBERS:
+        raise InputError(f"{what}: shape {shape} is of more numbers than any memory holds")
     if config.dtype not in DTYPES:
         raise InputError(f"{what}: dtype {config.dtype!r}: choose from {', '.join(DTYPES)}")
     if config.dtype == "float32":
