@@ -40,7 +40,7 @@ def compare(
     rename: Rename = None,
     train: bool = False,
     channels_last: bool = False,
-    precisions: Sequence[str] = ("float32",),
+    precisions: str | Sequence[str] = ("float32",),
     seed: int = 0,
     **kwargs: Any,
 ) -> Report:
@@ -56,7 +56,7 @@ def compare(
         train: in training mode, with dropout: PyTorch draws the masks (from `seed`), and Flax drops by the same.
         channels_last: Flax takes and returns arrays of three axes and more with the channels last, as images are for
             `nnx.Conv`; `inputs` are PyTorch's. Within the model the layouts of layers are told apart in any case.
-        precisions: what is compared besides float64: "float32", "bfloat16".
+        precisions: what is compared besides float64: "float32", "bfloat16", or several.
         kwargs: the keyword arguments of both.
 
     Compared are the output of every submodule's every call, the gradient of every parameter and input for a random
@@ -66,7 +66,7 @@ def compare(
     back.
     Raises InputError if an argument can't be used.
     """
-    _check_precisions(precisions)
+    precisions = _named(precisions)
     with full_precision(), tempfile.TemporaryFile() as file:
         truth, low_run = _run_reference(torch_module, inputs, kwargs, train, precisions, seed, Spool(file))
         return _compare(truth, flax_module, rename, channels_last, low_run)
@@ -78,7 +78,7 @@ def record(
     path: str | os.PathLike,
     *,
     train: bool = False,
-    precisions: Sequence[str] = ("float32",),
+    precisions: str | Sequence[str] = ("float32",),
     seed: int = 0,
     **kwargs: Any,
 ) -> None:
@@ -91,7 +91,7 @@ def record(
     can't be written, and OSError if the disk has no room for the temporary file; what was at `path` is replaced when
     the new file is complete.
     """
-    _check_precisions(precisions)
+    precisions = _named(precisions)
     check_suffix(path)
     with full_precision(), tempfile.TemporaryFile() as file:
         args = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -183,7 +183,7 @@ def _run_reference(
     )
 
     def low_run(precision: str, nudge: int | None = None) -> None:
-        measure = Measure(truth)
+        measure = Measure(truth, precision)
         run_torch(module, args, kwargs, precision, measure, dropout=replaying if train else None, nudge=nudge)
         measure.close()
         if nudge is None:
@@ -218,7 +218,7 @@ def _compare(
         args, kwargs = map_arrays(lambda _, array: channels_last_array(array), (args, kwargs))
     measures = {}
     for precision in ("float64", *truth.errors):
-        measures[precision] = measure = Measure(truth, channels_last=channels_last)
+        measures[precision] = measure = Measure(truth, precision, channels_last=channels_last)
         differences = run_flax(
             flax_module, args, kwargs, precision, measure, truth.cotangents, masks=truth.masks, rename=rename
         )
@@ -236,7 +236,9 @@ def _compare(
     return report
 
 
-def _check_precisions(precisions: Sequence[str]) -> None:
+def _named(precisions: str | Sequence[str]) -> Sequence[str]:
+    precisions = [precisions] if isinstance(precisions, str) else precisions
     wrong = [precision for precision in precisions if precision not in LOW_PRECISIONS]
     if wrong:
         raise InputError(f"precision {wrong[0]!r}: besides float64, choose from {', '.join(LOW_PRECISIONS)}")
+    return precisions

@@ -8,7 +8,6 @@ from flax_tf.parity.events import (
     GRADIENT,
     GRADIENTS,
     INPUT,
-    INPUT_GRADIENT,
     OUTPUT,
     OUTPUT_GRADIENT,
     call_name,
@@ -27,11 +26,11 @@ class Measure:
     that it may be.
     """
 
-    def __init__(self, truth: Truth, *, channels_last: bool = False):
+    def __init__(self, truth: Truth, precision: str, *, channels_last: bool = False):
         self.errors: dict[str, float] = {}
         self.unknown: list[str] = []
         self.dtypes: dict[str, np.dtype] = {}
-        self._truth, self._channels_last = truth, channels_last
+        self._truth, self._precision, self._channels_last = truth, precision, channels_last
 
     def __call__(self, name: str, array: np.ndarray) -> None:
         kind = kind_of(name)
@@ -63,7 +62,9 @@ class Measure:
             return
         placed = self._moved(array, truth) if path == "" else _either_layout(array, truth)
         if kind == OUTPUT:
-            self.errors[name] = output_error(placed, truth)
+            # Integers follow from roundings, such as the place of a maximum: float64 decides on them.
+            rounded = self._precision != "float64" and truth.dtype.kind in "biu"
+            self.errors[name] = 0.0 if rounded else output_error(placed, truth)
             self.dtypes[name] = array.dtype
         elif kind == OUTPUT_GRADIENT and path == "":
             self.errors[name] = 0.0  # the cotangents, which are given
@@ -84,9 +85,8 @@ class Measure:
                 self.errors[name] = float("inf")
 
     def _without_gradient(self, name: str, kind: str) -> bool:
-        """Whether it is the gradient of an array that PyTorch has, and has no gradient of."""
-        values = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}
-        return kind in values and call_name(values[kind], *call_of(name)) in self._truth.arrays
+        """Whether it is the gradient of an output that PyTorch has, and has no gradient of."""
+        return kind == OUTPUT_GRADIENT and call_name(OUTPUT, *call_of(name)) in self._truth.arrays
 
     def _moved(self, array: np.ndarray, truth: np.ndarray) -> np.ndarray:
         return _either_layout(array, truth) if self._channels_last else array

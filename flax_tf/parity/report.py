@@ -4,15 +4,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from flax_tf.errors import InputError
-from flax_tf.files import replacing
+from flax_tf.files import check_file, replacing
 from flax_tf.parity import tolerances
 from flax_tf.terminal import print_table
 
@@ -212,15 +210,9 @@ def write_json(report: Report, path: str | os.PathLike) -> None:
 
 def write_page(text: str, path: str | os.PathLike) -> None:
     """Writes a whole file, or leaves what was there. Raises InputError if it is a directory or can't be written."""
-    check_page(path)
+    check_file(path)
     with replacing(path) as fresh:
         fresh.write_text(text, encoding="utf-8")
-
-
-def check_page(path: str | os.PathLike) -> None:
-    """Raises InputError if there is a directory in the way of a file to write."""
-    if Path(path).is_dir():
-        raise InputError(f"{path} is a directory: name a file to write")
 
 
 def _row_dict(row: Row) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flax_tf.errors import InputError
 from flax_tf.parity.events import (
     BUFFER,
     GRADIENT,
@@ -53,7 +54,12 @@ def run_torch(
     import torch
 
     precision = getattr(torch, dtype)
-    module = copy.deepcopy(module)
+    try:
+        module = copy.deepcopy(module)
+    except Exception as error:
+        raise InputError(
+            f"the PyTorch module can't be copied ({error}): compare one that has not run, without locks and the like"
+        ) from error
     for submodule in module.modules():
         if isinstance(submodule, torch.nn.RMSNorm) and submodule.eps is None:
             # That of the precision it computes in: of the model's own, which must not change with this run's.
@@ -115,10 +121,9 @@ def run_torch(
         if dropout is not None:
             for name, buffer in module.named_buffers():
                 listener(key_name(BUFFER, name), torch_to_numpy(buffer))
-        outputs = {label: output for label, output in outputs.items() if output.is_floating_point()}
-        weights = {label: cotangent(output.shape) for label, output in outputs.items()}
-        # One that PyTorch has detached has a weight all the same: in Flax nothing may depend on it.
         told = {label: output for label, output in outputs.items() if output.requires_grad}
+        # One of several that PyTorch has detached has a weight all the same: in Flax nothing may depend on it.
+        weights = {label: cotangent(x.shape) for label, x in outputs.items() if told and x.is_floating_point()}
         torch.autograd.backward(
             list(told.values()), [numpy_to_torch(weights[label]).to(output) for label, output in told.items()]
         )

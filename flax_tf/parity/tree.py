@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_tf.porting.files import to_numpy
 
@@ -44,14 +45,21 @@ def map_arrays(function: Callable[[str, Any], Any], tree: Any, label: str = "") 
 
 
 def results_of(tree: Any) -> dict[str, Any]:
-    """`arrays_of` what a module returns, with Python's numbers and truth values among the arrays."""
-    if isinstance(tree, bool | int | float):
-        return {"0": np.asarray(tree)}
+    """`arrays_of` what a module returns, with Python's numbers and truth values as arrays among them."""
     found = arrays_of(tree)
     if isinstance(tree, Mapping):
-        found |= {str(name): np.asarray(value) for name, value in tree.items() if isinstance(value, bool | int | float)}
+        members = tree.items()
     elif isinstance(tree, tuple | list):
-        found |= {str(i): np.asarray(value) for i, value in enumerate(tree) if isinstance(value, bool | int | float)}
+        members = enumerate(tree)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        members = vars(tree).items()  # those too that are not given to its constructor
+    else:
+        members = [("0", tree)]
+    for name, value in members:
+        if is_array(value):
+            found.setdefault(str(name), value)
+        elif isinstance(value, bool | int | float):
+            found[str(name)] = np.asarray(value)
     return found
 
 

@@ -194,6 +194,8 @@ def _unpaired_results(truth: Truth, measure: Measure) -> list[str]:
     theirs = {call_of(name)[1] for name in truth.arrays if kind_of(name) == OUTPUT and call_of(name)[0].path == ""}
     ours = {call_of(name)[1] for name in measure.unknown if kind_of(name) == OUTPUT and call_of(name)[0].path == ""}
     both = {label for label in theirs if call_name(OUTPUT, Call("", 0), label) in measure.errors}
+    if not theirs:
+        return ["no result is an array, and nothing could be compared"]
     return [f"result {label} is in PyTorch alone" for label in sorted(theirs - both)] + [
         f"result {label} is in Flax alone" for label in sorted(ours)
     ]
