@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from flax import nnx
 from models import ATTN_RNN, BACKBONE, LANGUAGE_MODEL, RNN, TRANSFORMER, ids, reference, twin
+from torch.utils.checkpoint import checkpoint
 from twins import float64, quick_jit, relative_error  # noqa: F401
 
 from flax_tf.errors import InputError
@@ -261,3 +262,20 @@ def test_dropout_within_a_scan_is_refused_in_one_line() -> None:
     masks = {"": 5 * [Mask(np.ones(3, bool), 0.5)]}
     with replaying_dropout(model, masks), pytest.raises(InputError, match=r"within a jax\.lax\.scan"):
         jax.lax.scan(lambda carry, x: (carry, model(x)), 0, jnp.ones((5, 3)))
+
+
+def test_dropout_that_is_computed_again_in_pytorch_is_refused() -> None:
+    inner = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Tanh())
+    module = torch.nn.Sequential(inner)
+    with recording_dropout(module, 0):
+        output = checkpoint(inner, torch.ones(2, 3), use_reentrant=False)
+        with pytest.raises(InputError, match=r"^0\.1 drops values again backwards, .* without torch.utils.checkpoint"):
+            output.sum().backward()
+
+
+def test_dropout_in_a_copy_of_a_flax_model_is_refused() -> None:
+    model = nnx.Dropout(0.5)
+    masks = {"": [Mask(np.ones(3, bool), 0.5)]}
+    message = "^Dropout of rate 0.5 drops values in a copy of the model, .* without nnx.remat"
+    with replaying_dropout(model, masks), pytest.raises(InputError, match=message):
+        nnx.remat(lambda layer, x: layer(x))(model, jnp.ones(3))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
@@ -86,6 +87,28 @@ def test_a_users_own_pair(name: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines()[-1] == report.summary()
     assert report.summary().startswith("the same training: 100 steps, 10 parameters and buffers within ")
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["same"] is True
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_small_updates_may_be_as_inaccurate_as_their_parameters_rounding(name: Any) -> None:
+    """At a learning rate of 1e-9 an update has seven digits, and the parameters' errors say nothing of it."""
+    report = small(4, config=OptimizerConfig(name=name, learning_rate=1e-9))
+    assert report.ok, report.summary()
+    assert report.torch_losses[-1] != report.torch_losses[0]
+
+
+def test_a_parameter_that_both_sides_freeze_is_no_difference() -> None:
+    def others(params: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path[:2]) != "['last']['bias']", params)
+
+    rule = optax.masked(optax.adam(1e-3), others)
+    held = optax.masked(optax.set_to_zero(), lambda params: jax.tree.map(lambda other: not other, others(params)))
+    config = OptimizerConfig(name="adam", weight_decay=0.0, learning_rate=1e-3)
+    report = small(config=config, frozen="last.bias", flax_optimizer=optax.chain(rule, held))
+    assert report.ok, report.summary()
+    assert small(config=config, frozen="last.bias").unpaired == (
+        "parameter last.bias is frozen in PyTorch and trained in Flax",
+    )
 
 
 def test_a_loss_that_is_a_sum_is_named_as_a_factor() -> None:

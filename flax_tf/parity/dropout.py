@@ -50,7 +50,8 @@ def recording_dropout(module: "torch.nn.Module", seed: int) -> Generator[Masks]:
     `F.scaled_dot_product_attention`, which is computed by its definition while it drops.
     The masks come from a generator of their own with this seed; PyTorch's global one is left alone.
     Raises InputError, from within the model's call, where a module draws random numbers in any other way: for dropout
-    between the layers of an `nn.GRU`, and for all noise that is no dropout.
+    between the layers of an `nn.GRU`, and for all noise that is no dropout. Raises it from within `backward()`, if that
+    is in the block, for dropout that is computed again there, as under `torch.utils.checkpoint`.
     """
     import torch
 
@@ -116,6 +117,11 @@ def _torch_dropout(module: "torch.nn.Module", source: _Source) -> Generator[None
         def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
             if not training or not 0 < p < 1:
                 return original(input, p, training, inplace)
+            if torch._C._current_graph_task_id() != -1:
+                raise InputError(
+                    f"{stack[-1] or ROOT} drops values again backwards, where masks cannot be replayed: "
+                    "compare without torch.utils.checkpoint, which changes no result"
+                )
             keep = source(stack[-1], mask_shape(input), p).to(input.device, input.dtype)
             scale = keep / (1 - p)  # as in PyTorch's kernel
             return input.mul_(scale) if inplace else input * scale
@@ -168,7 +174,8 @@ def replaying_dropout(
     Yields a list of the differences, complete at the end of the block: layers that drop at another rate, without a
     recorded mask or values of another shape (these drop nothing), and masks that no layer took. Within `jax.jit`, where
     the masks may be arguments, it is filled when the function is traced.
-    Raises InputError, from within the model's call, for dropout within a `jax.lax.scan`.
+    Raises InputError, from within the model's call, for dropout within a `jax.lax.scan`, and in a layer that is not of
+    the tree, such as the copies that `nnx.remat` works on.
     """
     paths: dict[int, str] = {}
     for path, submodule in torch_modules(module, rename):
@@ -185,8 +192,6 @@ def replaying_dropout(
 
     def tracked(call: Callable) -> Callable:
         def tracked_call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-            if id(self) not in paths:
-                return call(self, *args, **kwargs)
             layers.append(self)
             try:
                 # A stream of its own: one from outside could not be advanced within a transformation.
@@ -200,8 +205,13 @@ def replaying_dropout(
         if not layers:
             return bernoulli(key, p, shape, *args, **kwargs)
         layer, shape = layers[-1], tuple(shape)
-        path = paths[id(layer)]
         rate = layer.rate if isinstance(layer, nnx.Dropout) else layer.dropout_rate
+        if id(layer) not in paths:
+            raise InputError(
+                f"{type(layer).__name__} of rate {rate} drops values in a copy of the model, where masks cannot be "
+                "replayed: compare without nnx.remat, which changes no result"
+            )
+        path = paths[id(layer)]
         name = path or ROOT
         if scans[0]:
             raise InputError(

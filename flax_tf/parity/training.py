@@ -65,7 +65,8 @@ def compare_training(
         flax_module: its twin, with its weights.
         batches: one for each step: trees of arrays, which the losses get as tensors and as JAX arrays.
         torch_loss: (model, batch) -> scalar.
-        flax_loss: (model, batch) -> scalar. It needs no `rngs`.
+        flax_loss: (model, batch) -> scalar. It needs no `rngs`. It gets the batch with the axes as PyTorch's loss does:
+            for a model with its channels last, it moves the axis itself.
         torch_optimizer: makes the optimizer of the copied module, once.
         flax_optimizer: its counterpart, with clipping and schedule.
         torch_scheduler: makes a scheduler of that optimizer; it steps after every step.
@@ -77,8 +78,10 @@ def compare_training(
     out, is rounding noise of about 1e-17. Adam divides it by its own size and moves the parameter by it, in either
     framework by another. So elements that are noise on both sides are made zero on both sides before the update.
 
+    A parameter that PyTorch has frozen gets no gradient on either side. That Flax would train it is reported.
+
     Raises InputError for no batch at all, for models without a common parameter, for random numbers that cannot be
-    recorded, and for a `rename` that does not fit the Flax model.
+    recorded, such as dropout that is computed again backwards, and for a `rename` that does not fit the Flax model.
     """
     if not batches:
         raise InputError("there is no batch to train on: give one for each step")
@@ -95,17 +98,20 @@ def compare_training(
         rows = [_worse(row, 0, before, {}) for row in rows]
         wrong = [row.name for row in rows if not row.ok]
         diagnosis = f"the models start from other weights: {', '.join(wrong)}" if wrong else None
-        losses = []
+        losses, trained = [], []
         for number, batch in enumerate(batches, start=1):
             their_loss, their_gradients, masks = theirs.gradients(batch, seed + number)
             our_loss, our_gradients = ours.gradients(batch, masks)
             losses.append((their_loss, our_loss))
             # A parameter that is frozen in PyTorch has no gradient to compare.
-            our_gradients = {n: our_gradients[n] * theirs.parameters[n].requires_grad for n in names}
+            frozen = {n: our_gradients[n] for n in names if not theirs.parameters[n].requires_grad}
+            our_gradients = {n: our_gradients[n] * (n not in frozen) for n in names}
             gradients = _without_noise({n: their_gradients[n] for n in names}, our_gradients)
             whole = norm(gradients[0].values())
             errors = {n: gradient_error(gradients[1][n], gradients[0][n], whole) for n in names}
             clipping, flax_updates = theirs.update(gradients[0]), ours.update(gradients[1])
+            held, let_go = (flax_updates({**gradients[1], **other}) for other in ({}, frozen)) if frozen else ({}, {})
+            trained += [n for n in frozen if not np.array_equal(held[n], let_go[n])]
             after = _common(theirs.state(), ours.state())
             rows = [_worse(row, number, after, errors) for row in rows]
             if diagnosis is None:
@@ -116,6 +122,7 @@ def compare_training(
                 diagnosis = diagnose(number, *pair, rule)
             theirs.schedule()
             before = after
+    unpaired += [f"parameter {name} is frozen in PyTorch and trained in Flax" for name in dict.fromkeys(trained)]
     torch_losses, flax_losses = zip(*losses, strict=True)
     return TrainingReport(
         tuple(rows), torch_losses, flax_losses, tuple(unpaired), tuple(dict.fromkeys(ours.dropout)), diagnosis
@@ -143,7 +150,7 @@ class _TorchSide:
         self.module.zero_grad()
         with recording_dropout(self.module, seed) as masks:
             loss = self._loss(self.module, jax.tree.map(tensor, batch))
-        loss.backward()
+            loss.backward()
         found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
         return loss.item(), {name: torch_to_numpy(gradient.clone()) for name, gradient in found.items()}, masks
 

@@ -40,7 +40,7 @@ class TrainingReport:
     torch_losses: tuple[float, ...]
     flax_losses: tuple[float, ...]
     unpaired: tuple[str, ...]
-    """Parameters that only one side has, each with the side named."""
+    """Parameters that only one side has or trains, each with the side named."""
     dropout: tuple[str, ...]
     """How dropout differs."""
     diagnosis: str | None

@@ -1,7 +1,9 @@
 """Faults in the optimizer, its schedule, the loss and what only training changes."""
 
+from dataclasses import replace
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 from trainings import STEP, mean, small, trained
@@ -25,6 +27,11 @@ CLIPPED = OptimizerConfig(learning_rate=STEP, clip_norm=0.01)
 L2 = OptimizerConfig(name="adam", learning_rate=STEP, weight_decay=1e-2)
 MATRICES = OptimizerConfig(learning_rate=STEP, decay="matrices")
 MOMENTUM = OptimizerConfig(name="sgd", learning_rate=STEP, momentum=0.9, weight_decay=0.0)
+BY_NORM = "clipping: Flax divides by the norm, PyTorch by the norm + 1e-6: use flax_tf.training.optimizer.clip_by"
+HELD = optax.masked(
+    optax.set_to_zero(),
+    lambda params: jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path[:2]) == "['last']['bias']", params),
+)
 AT_ONCE = "(at step 1, with equal parameters and gradients)"
 
 
@@ -91,7 +98,25 @@ _TRAININGS: list[tuple[str, str, str, Any]] = [
         "Decay of a parameter that PyTorch has frozen",
         "",
         f"weight decay of 1 of 8 parameters (last.bias): Flax decays by 0.01, PyTorch by 0 {AT_ONCE}",
-        lambda: small(frozen="last.bias"),
+        lambda: small(frozen="last.bias", flax_optimizer=optax.chain(HELD, adamw())),
+    ),
+    (
+        "Training of a parameter that PyTorch has frozen",
+        "",
+        "parameter last.bias is frozen in PyTorch and trained in Flax",
+        lambda: small(frozen="last.bias", flax_optimizer=optax.adam(STEP), config=replace(L2, weight_decay=0.0)),
+    ),
+    (
+        "Weight decay 1e-4 for none, at a learning rate of 1e-7",
+        "24",
+        f"weight decay of all parameters: Flax decays by 0.0001, PyTorch by 0 {AT_ONCE}",
+        lambda: small(config=OptimizerConfig(learning_rate=1e-7, weight_decay=0.0), flax_optimizer=optax.adamw(1e-7)),
+    ),
+    (
+        "Adam's epsilon 1e-7 for 1e-8, at a learning rate of 1e-7",
+        "",
+        "the update rule of ",
+        lambda: small(config=OptimizerConfig(learning_rate=1e-7), flax_optimizer=adamw(eps=1e-7, rate=1e-7)),
     ),
     (
         "A learning rate schedule off by one",
@@ -111,6 +136,21 @@ _TRAININGS: list[tuple[str, str, str, Any]] = [
         "",
         "clipping: PyTorch multiplied all gradients by 0.0",
         lambda: small(config=CLIPPED, flax_optimizer=adamw()),
+    ),
+    (
+        "Gradients clipped without PyTorch's 1e-6",
+        "",
+        BY_NORM,
+        lambda: small(config=CLIPPED, flax_optimizer=optax.chain(optax.clip_by_global_norm(0.01), adamw())),
+    ),
+    (
+        "Gradients clipped without PyTorch's 1e-6, for momentum",
+        "",
+        BY_NORM,
+        lambda: small(
+            config=replace(MOMENTUM, clip_norm=0.01),
+            flax_optimizer=optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(STEP, 0.9)),
+        ),
     ),
     (
         "Nesterov's momentum for plain momentum",
