@@ -12,6 +12,7 @@ from flax import nnx
 from models import state_arrays
 from own_models import HIDDEN, IMAGES, RENAME, ImageNet, Rotary, TorchImageNet, TorchRotary
 
+from flax_tf.layers import BatchNorm
 from flax_tf.parity import Report, compare
 from flax_tf.porting import flax_to_torch, torch_to_flax
 from flax_tf.porting.rules import RULES, Tensor
@@ -351,7 +352,7 @@ class Stateful(nnx.Module):
 
     def __init__(self):
         self.rngs = nnx.Rngs(0)
-        self.bn = nnx.BatchNorm(5, rngs=self.rngs, use_fast_variance=False)
+        self.bn = BatchNorm(5, rngs=self.rngs)
         self.drop = nnx.Dropout(0.3, rngs=self.rngs)
         self.linear = nnx.Linear(5, 7, rngs=self.rngs)
 

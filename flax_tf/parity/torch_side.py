@@ -118,15 +118,15 @@ def run_torch(
         arguments = map_arrays(lambda _, array: _leaf(array, precision), (args, dict(kwargs)))
         with nullcontext() if dropout is None else dropout(module):
             outputs = arrays_of(module(*arguments[0], **arguments[1]))
-        if dropout is not None:
-            for name, buffer in module.named_buffers():
-                listener(key_name(BUFFER, name), torch_to_numpy(buffer))
-        told = {label: output for label, output in outputs.items() if output.requires_grad}
-        # One of several that PyTorch has detached has a weight all the same: in Flax nothing may depend on it.
-        weights = {label: cotangent(x.shape) for label, x in outputs.items() if told and x.is_floating_point()}
-        torch.autograd.backward(
-            list(told.values()), [numpy_to_torch(weights[label]).to(output) for label, output in told.items()]
-        )
+            if dropout is not None:
+                for name, buffer in module.named_buffers():
+                    listener(key_name(BUFFER, name), torch_to_numpy(buffer))
+            told = {label: output for label, output in outputs.items() if output.requires_grad}
+            # One of several that PyTorch has detached has a weight all the same: in Flax nothing may depend on it.
+            weights = {label: cotangent(x.shape) for label, x in outputs.items() if told and x.is_floating_point()}
+            torch.autograd.backward(
+                list(told.values()), [numpy_to_torch(weights[label]).to(output) for label, output in told.items()]
+            )
     return weights
 
 
