@@ -61,7 +61,7 @@ def _all(processes: Executor, function: Callable[[int], Any], count: int, what: 
     return list(track(processes.map(function, range(count)), description=what, total=count))
 
 
-def _markdown(rows: list[tuple[str, str, str]], verdict: str) -> str:
+def _markdown(rows: list[tuple[str, str, str, str]], verdict: str) -> str:
     lines = [
         "# What the checks catch",
         "",
