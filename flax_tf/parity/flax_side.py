@@ -60,7 +60,7 @@ def run_flax(
     weights = {label: cast_array(weight, dtype) for label, weight in cotangents.items()}
 
     @partial(jax.jit, donate_argnums=0, compiler_options=compiler_options())
-    def run(parameters: nnx.State, arrays: dict[str, jax.Array], weights: dict[str, jax.Array]) -> nnx.State:
+    def run(parameters: nnx.State, arrays: dict[str, jax.Array], weights: dict[str, jax.Array]) -> Any:
         def scalar(parameters: nnx.State, probe: jax.Array) -> tuple[jax.Array, nnx.State]:
             # A copy, or what training mode changes would leak out of the trace.
             model = nnx.merge(graph, parameters, rest, copy=True)
