@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,9 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, help="a Markdown file to write the table to")
     options = parser.parse_args()
     # A new process now and then: compiled programs stay in memory.
-    with ProcessPoolExecutor(
-        options.workers, multiprocessing.get_context("spawn"), max_tasks_per_child=50
-    ) as processes:
-        found = _all(processes, find, len(FAULTS), "planted faults")
-        alarms = [line for line in _all(processes, false_alarm, options.honest, "honest pairs") if line]
+    with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=50) as pool:
+        found = _all(pool, find, len(FAULTS), "planted faults")
+        alarms = [line for line in _all(pool, false_alarm, options.honest, "honest pairs") if line]
     caught = sum(place is not None for place in found)
     located = sum(fault.place == place for fault, place in zip(FAULTS, found, strict=True))
     verdict = (
@@ -57,8 +54,8 @@ def main() -> int:
     return 0 if caught == located == len(FAULTS) and not alarms else 1
 
 
-def _all(processes: Executor, function: Callable[[int], Any], count: int, what: str) -> list[Any]:
-    return list(track(processes.map(function, range(count)), description=what, total=count))
+def _all(pool: Any, function: Callable[[int], Any], count: int, what: str) -> list[Any]:
+    return list(track(pool.imap(function, range(count)), description=what, total=count))
 
 
 def _markdown(rows: list[tuple[str, str, str, str]], verdict: str) -> str:
