@@ -14,7 +14,6 @@ from flax_tf.porting.convert import flax_to_torch
 from flax_tf.porting.files import TORCH_SUFFIXES, numpy_to_torch
 from flax_tf.porting.optimizer import optax_to_torch
 from flax_tf.saving import build
-from flax_tf.training.checkpoint import read_newest
 from flax_tf.training.optimizer import build_optimizer
 from flax_tf.training.optimizer_config import OptimizerConfig
 from flax_tf.training.step import TrainState, start
@@ -37,6 +36,7 @@ def hand_over(run_dir: str, out: str) -> int:
         raise InputError("a hand-over to PyTorch needs PyTorch: pip install 'flax-tf[torch]'") from None
     import torch_ref.optimizer
     import torch_ref.saving
+    from flax_tf.training.checkpoint import read_newest  # orbax is slow to import, and takes over the log
 
     if Path(out).suffix not in TORCH_SUFFIXES:
         raise InputError(f"{out} is of an unknown kind: name one of {', '.join(TORCH_SUFFIXES)}")
