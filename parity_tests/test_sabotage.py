@@ -1,8 +1,18 @@
 """Every planted fault of `make sabotage`, and one honest pair of each kind."""
 
+from collections.abc import Generator
+
+import jax
 import pytest
 from sabotage import FAULTS, Fault
 from sabotage.honest import honest
+
+
+@pytest.fixture(autouse=True)
+def as_users_write() -> Generator[None]:
+    """Models that are not the project's own broadcast as they like."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
