@@ -36,7 +36,6 @@ from torch_ref import loss as torch_loss
 from torch_ref import optimizer as torch_optimizer
 from torch_ref import saving as torch_saving
 
-torch.set_num_threads(1)  # threads cost more than they give on tensors of this size
 STEPS, K = 10, 4
 # The contract for steps in float64. What is seen is 1e-15.
 TRAJECTORY = 1e-9

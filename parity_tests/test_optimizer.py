@@ -20,7 +20,6 @@ from flax_tf.training.optimizer import OptimizerConfig, build_optimizer, clip_by
 from flax_tf.training.step import forget_loss, start
 from torch_ref import loss as torch_loss
 
-torch.set_num_threads(1)  # threads cost more than they give on tensors of this size
 STEPS = 100
 # Both sides do the same few float64 operations a step; rounding (2e-16) grows over 100 steps to about 1e-13.
 SAME_GRADIENTS = 1e-12

@@ -16,14 +16,16 @@ from flax import nnx
 from flax_tf.errors import InputError
 from flax_tf.parity import tolerances
 from flax_tf.parity.dropout import recording_dropout, replaying_dropout_torch
-from flax_tf.parity.flax_side import Rename, run_flax
+from flax_tf.parity.flax_side import run_flax
 from flax_tf.parity.measure import Measure, channels_last_array
 from flax_tf.parity.report import Report
 from flax_tf.parity.torch_side import run_torch
 from flax_tf.parity.tree import all_to_numpy, map_arrays
 from flax_tf.parity.truth import Spool, Truth, check_suffix, read_truth, write_truth
-from flax_tf.parity.verdict import judge
+from flax_tf.parity.verdict import judge, tensor_rows
+from flax_tf.porting.convert import Renames
 from flax_tf.porting.files import torch_to_numpy
+from flax_tf.porting.tree import Tree
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +39,7 @@ def compare(
     torch_module: "torch.nn.Module",
     flax_module: nnx.Module,
     *inputs: Any,
-    rename: Rename = None,
+    rename: Renames = None,
     train: bool = False,
     channels_last: bool = False,
     precisions: str | Sequence[str] = ("float32",),
@@ -103,7 +105,7 @@ def record(
 
 
 def compare_recorded(
-    path: str | os.PathLike, flax_module: nnx.Module, *, rename: Rename = None, channels_last: bool = False
+    path: str | os.PathLike, flax_module: nnx.Module, *, rename: Renames = None, channels_last: bool = False
 ) -> Report:
     """`compare` against what `record` wrote, without PyTorch. The weights of `flax_module` are compared as they are.
 
@@ -211,7 +213,7 @@ def _unwrapped(module: Any) -> Any:
 
 
 def _compare(
-    truth: Truth, flax_module: nnx.Module, rename: Rename, channels_last: bool, low_run: _LowRun | None
+    truth: Truth, flax_module: nnx.Module, rename: Renames, channels_last: bool, low_run: _LowRun | None
 ) -> Report:
     args, kwargs = truth.arguments["args"], truth.arguments["kwargs"]
     if channels_last:
@@ -223,7 +225,8 @@ def _compare(
             flax_module, args, kwargs, precision, measure, truth.cotangents, masks=truth.masks, rename=rename
         )
         measure.close()
-    judged = partial(judge, truth, flax_module, measures, rename, differences)
+    tree = Tree(flax_module, rename)
+    judged = partial(judge, truth, tree, tensor_rows(truth, tree), measures, differences)
     report = judged(truth.errors)
     # What fails in low precision alone is judged by PyTorch's worst run; a recorded truth has that already.
     for nudge in range(tolerances.NUDGES if low_run else 1):

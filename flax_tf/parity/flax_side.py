@@ -28,9 +28,7 @@ from flax_tf.parity.events import (
     key_name,
 )
 from flax_tf.parity.tree import arrays_of, map_arrays, results_of
-from flax_tf.porting.convert import flax_to_torch, slots, torch_modules
-
-Rename = Mapping[str, str | None] | None
+from flax_tf.porting.convert import Renames, flax_to_torch, slots, torch_modules
 
 
 def run_flax(
@@ -42,7 +40,7 @@ def run_flax(
     cotangents: Mapping[str, np.ndarray],
     *,
     masks: Masks | None = None,
-    rename: Rename = None,
+    rename: Renames = None,
 ) -> list[str]:
     """Runs a copy of a Flax module forwards and backwards, jitted as a whole. Returns how its dropout differs.
 
@@ -101,7 +99,7 @@ def _placed(weight: jax.Array, output: jax.Array) -> jax.Array:
 
 
 @contextlib.contextmanager
-def _dropping(model: nnx.Module, masks: Masks | None, rename: Rename, differences: list[str]) -> Generator[None]:
+def _dropping(model: nnx.Module, masks: Masks | None, rename: Renames, differences: list[str]) -> Generator[None]:
     """Training mode's dropout for the block, if there are masks; what differs joins the list."""
     if masks is None:
         yield
@@ -147,7 +145,7 @@ class _Numbers:
 def recorded_calls(
     module: nnx.Module,
     listener: Listener,
-    rename: Rename = None,
+    rename: Renames = None,
     *,
     probe: jax.Array | None = None,
     inner_gradients: bool = True,

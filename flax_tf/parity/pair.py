@@ -23,7 +23,7 @@ from flax_tf.parity.flax_side import run_flax
 from flax_tf.parity.report import Report
 from flax_tf.parity.torch_side import run_torch
 from flax_tf.porting import read_weights, torch_to_flax
-from flax_tf.porting.files import numpy_to_torch, torch_to_numpy
+from flax_tf.porting.files import numpy_to_torch
 from flax_tf.porting.names import strip_wrappers
 
 if TYPE_CHECKING:
@@ -147,9 +147,8 @@ def check_filled(module: "torch.nn.Module") -> None:
 
 def port(torch_module: "torch.nn.Module", flax_module: nnx.Module, rename: Mapping[str, str | None] | None) -> None:
     """Fills the Flax module with the PyTorch module's weights, 64-bit ones too. Raises as `torch_to_flax`."""
-    state = {name: torch_to_numpy(tensor) for name, tensor in torch_module.state_dict().items()}
     with jax.enable_x64(True):
-        torch_to_flax(state, flax_module, rename)
+        torch_to_flax(torch_module.state_dict(), flax_module, rename)
 
 
 def _settings(cls: Any, given: Any, what: str) -> Any:

@@ -216,13 +216,14 @@ def write_page(text: str, path: str | os.PathLike) -> None:
 
 
 def _row_dict(row: Row) -> dict[str, Any]:
-    fields = asdict(row) | {"ok": row.ok, "float64": _finite(row.float64), "limit64": row.limit64}
+    fields = asdict(row) | {"ok": row.ok, "float64": finite(row.float64), "limit64": row.limit64}
     fields["low"] = {
-        precision: {"flax": _finite(low.flax), "torch": _finite(low.torch), "limit": _finite(row.limit(precision))}
+        precision: {"flax": finite(low.flax), "torch": finite(low.torch), "limit": finite(row.limit(precision))}
         for precision, low in row.low.items()
     }
     return fields
 
 
-def _finite(error: float) -> float | None:
+def finite(error: float) -> float | None:
+    """The error as JSON has it: null for what is not finite."""
     return error if error < float("inf") else None

@@ -18,6 +18,7 @@ from flax_tf.parity.diagnosis import Arrays, Rule, Side, diagnose, gradient_erro
 from flax_tf.parity.dropout import Masks, recording_dropout, replaying_dropout
 from flax_tf.parity.tolerances import STEPS_FLOAT64, ZERO_ROUNDINGS, relative_error
 from flax_tf.parity.training_report import TrainingReport, TrainingRow
+from flax_tf.porting.convert import Renames
 from flax_tf.porting.files import numpy_to_torch, torch_to_numpy
 from flax_tf.porting.tree import Tree
 from flax_tf.training.optimizer import build_optimizer
@@ -25,8 +26,6 @@ from flax_tf.training.optimizer_config import OptimizerConfig
 
 if TYPE_CHECKING:
     import torch
-
-Renames = Mapping[str, str | None] | None
 
 
 def same_optimizer(config: OptimizerConfig, steps: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from flax_tf.parity.report import finite
 from flax_tf.parity.tolerances import STEPS_FLOAT64, relative_error
 from flax_tf.terminal import print_table
 
@@ -72,13 +73,13 @@ class TrainingReport:
     def to_dict(self) -> dict[str, Any]:
         """All of it, with the verdict, in types that JSON has; an error that is not finite is null."""
         rows = [
-            {**asdict(row), "ok": row.ok, "error": _finite(row.error), "gradient": _finite(row.gradient)}
+            {**asdict(row), "ok": row.ok, "error": finite(row.error), "gradient": finite(row.gradient)}
             for row in self.rows
         ]
         return {
             "same": self.ok,
             "summary": self.summary(),
-            "loss_error": _finite(self.loss_error),
+            "loss_error": finite(self.loss_error),
             **asdict(self),
             "rows": rows,
         }
@@ -111,7 +112,3 @@ class TrainingReport:
             *(f"unpaired: {line}" for line in self.unpaired), *(f"dropout: {line}" for line in self.dropout), sep="\n"
         )
         print(self.summary())
-
-
-def _finite(error: float) -> float | None:
-    return error if np.isfinite(error) else None

@@ -59,7 +59,7 @@ class Truth:
     arguments: dict[str, Any]
     """The inputs that the model was given: `args` and `kwargs`, with NumPy arrays."""
     cotangents: dict[str, np.ndarray]
-    """Of every output that has a gradient, by its label."""
+    """Of every floating-point output, by its label; none if PyTorch gives none of them a gradient."""
     layers: dict[str, str] = field(default_factory=dict)
     """The class of every submodule, by its path."""
     trained: list[str] = field(default_factory=list)

@@ -40,20 +40,21 @@ TorchErrors = Mapping[str, Mapping[str, float]]
 
 def judge(
     truth: Truth,
-    flax_module: nnx.Module,
+    tree: Tree,
+    tensors: list[Row],
     measures: Mapping[str, Measure],
-    rename: Mapping[str, str | None] | None,
     differences: list[str],
     torch_errors: TorchErrors,
 ) -> Report:
     """The report on a Flax module.
 
     Args:
+        tree: of the Flax module.
+        tensors: the rows of its weights, from `tensor_rows`.
         measures: of its runs, by precision.
         differences: how its dropout differs.
         torch_errors: PyTorch's, by precision below float64 and then by name.
     """
-    tree = Tree(flax_module, rename)
     layers = {path: (own, type(module).__name__) for path, own, module in tree.modules}
     errors = {precision: measure.errors for precision, measure in measures.items()}
 
@@ -72,7 +73,9 @@ def judge(
     for name in truth.arrays:
         if kind_of(name) == OUTPUT and name in errors["float64"]:
             outputs.setdefault(call_of(name)[0].path, []).append(name)
-    rows = [row("output", path or ROOT, *_named(layers[path], ROOT), names) for path, names in outputs.items()]
+    rows = [
+        row("output", path or ROOT, layers[path][0] or ROOT, layers[path][1], names) for path, names in outputs.items()
+    ]
     for key in truth.trained:
         if (name := key_name(GRADIENT, key)) in errors["float64"]:
             rows.append(row("gradient", key, tree.slots[key].paths[0], "", [name]))
@@ -84,7 +87,7 @@ def judge(
         if kind_of(name) == BUFFER and name in errors["float64"]:
             key = key_of(name)
             rows.append(row("buffer", key, tree.slots[key].paths[0], "", [name]))
-    rows += _tensor_rows(truth, tree)
+    rows += tensors
     unpaired = [*_unpaired_keys(truth, tree), *_unpaired_results(truth, measures["float64"]), *differences]
     rows, within = _visible(rows, unpaired)
     culprit = _culprit(truth, errors, torch_errors, rows)
@@ -118,11 +121,7 @@ def _visible(rows: list[Row], unpaired: list[str]) -> tuple[list[Row], list[str]
     return [row for row in rows if row not in inner], notes
 
 
-def _named(layer: tuple[str, str], root: str) -> tuple[str, str]:
-    return layer[0] or root, layer[1]
-
-
-def _tensor_rows(truth: Truth, tree: Tree) -> list[Row]:
+def tensor_rows(truth: Truth, tree: Tree) -> list[Row]:
     """The weights themselves: few ids of a large vocabulary are looked up in a run, and a NaN may hide in another."""
     return [
         Row("tensor", key, tree.slots[key].paths[0], "", relative_error(tree.slots[key].to_torch(), np.asarray(array)))

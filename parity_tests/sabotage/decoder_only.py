@@ -44,7 +44,7 @@ def epsilon(model: Any, patch: Patch) -> None:
     model.mlp_layer_norm.epsilon = 1e-6
 
 
-@in_model(FAULTS, BLOCK, "attention_layer_norm", "3", inputs=(1e4 + INPUTS[BLOCK][0],))
+@in_model(FAULTS, BLOCK, "attention_layer_norm", "3", inputs=(1e4 + INPUTS[type(BLOCK)][0],))
 def one_pass_variance(model: Any, patch: Patch) -> None:
     """Variance in one pass, E[x²] - E[x]², of inputs around 10,000."""
     model.attention_layer_norm.use_fast_variance = True

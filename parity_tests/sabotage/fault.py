@@ -34,13 +34,13 @@ _rng = np.random.default_rng(0)
 _SOURCE, _TARGET = _rng.integers(3, 37, (3, 7)), _rng.integers(3, 31, (3, 5))
 _SOURCE[1, 4:] = _SOURCE[2, 2:] = _TARGET[1, 3:] = 0  # padding
 
-INPUTS: dict[Config, tuple[np.ndarray, ...]] = {
-    BLOCK: (_rng.standard_normal((2, 7, 15)),),
-    BACKBONE: (_SOURCE,),
-    LANGUAGE_MODEL: (_SOURCE,),
-    TRANSFORMER: (_SOURCE, _TARGET),
-    RNN: (_SOURCE, _TARGET),
-    ATTN_RNN: (_SOURCE, _TARGET),
+INPUTS: dict[type, tuple[np.ndarray, ...]] = {
+    type(BLOCK): (_rng.standard_normal((2, 7, 15)),),
+    type(BACKBONE): (_SOURCE,),
+    type(LANGUAGE_MODEL): (_SOURCE,),
+    type(TRANSFORMER): (_SOURCE, _TARGET),
+    type(RNN): (_SOURCE, _TARGET),
+    type(ATTN_RNN): (_SOURCE, _TARGET),
 }
 
 
@@ -66,13 +66,12 @@ def in_model(
     def register(plant: Callable[[Any, Patch], None]) -> Callable[[Any, Patch], None]:
         def find() -> str | None:
             module, model = pair(config)
-            given = INPUTS[replaced] if inputs is None else inputs
+            given = INPUTS[type(config)] if inputs is None else inputs
             with contextlib.ExitStack() as planted:
                 plant(model, lambda *what: planted.enter_context(mock.patch.object(*what)))
                 report = compare(module, model, *given, **kwargs)
             return None if report.ok else report.culprit or report.summary()
 
-        replaced = next((known for known in INPUTS if type(known) is type(config)), config)
         faults.append(Fault(_described(plant), trap, place, find))
         return plant
 

@@ -21,7 +21,7 @@ from sabotage.fault import INPUTS, Fault, Patch, found_by, in_model, with_call
 FAULTS: list[Fault] = []
 
 MASKED = dataclasses.replace(ATTN_RNN, mask_source=True)
-NO_SOURCE = (np.where(np.arange(3)[:, None] == 1, 0, INPUTS[TRANSFORMER][0]), INPUTS[TRANSFORMER][1])
+NO_SOURCE = (np.where(np.arange(3)[:, None] == 1, 0, INPUTS[type(TRANSFORMER)][0]), INPUTS[type(TRANSFORMER)][1])
 
 
 @in_model(FAULTS, TRANSFORMER, "(model)", "21")
@@ -127,7 +127,7 @@ def untied() -> str | None:
     tied = dataclasses.replace(TRANSFORMER, tgt_vocab_size=37, shared_embeddings=True)
     module = reference(tied)
     model = torch_to_flax(state_arrays(module), abstract(dataclasses.replace(tied, shared_embeddings=False)))
-    report = compare(module, model, *INPUTS[TRANSFORMER])
+    report = compare(module, model, *INPUTS[type(TRANSFORMER)])
     return None if report.ok else report.culprit
 
 
