@@ -1,5 +1,8 @@
 """Every system against its PyTorch reference, and what a comparison reports. Planted faults are in `sabotage`."""
 
+import sys
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +15,9 @@ import flax_tf.attention
 import flax_tf.block
 from flax_tf.config import BackboneConfig, LanguageModelConfig
 from flax_tf.errors import InputError
-from flax_tf.parity import compare
+from flax_tf.layers import Linear
+from flax_tf.parity import compare, tolerances
+from flax_tf.parity.casting import cast_module
 from flax_tf.parity.check import check
 from flax_tf.parity.events import call_of, kind_of
 from flax_tf.parity.flax_side import recorded_calls
@@ -301,3 +306,39 @@ def test_low_precision_is_measured_by_pytorchs_own_error() -> None:
                 (inf, inf, False),
             ):
                 assert Row(kind, "x", "x", "", 0.0, {precision: Low(error, torch_error)}).ok == ok
+
+
+def test_a_nudge_moves_every_parameter_by_one_rounding_and_no_buffer() -> None:
+    model = twin(reference(LANGUAGE_MODEL))
+    plain, nudged = (nnx.to_flat_state(nnx.state(cast_module(model, "float32", nudge))) for nudge in (None, 3))
+    for (path, before), (_, after) in zip(plain, nudged, strict=True):
+        is_parameter = isinstance(before, nnx.Param)
+        before, after = np.asarray(before[...], np.float64), np.asarray(after[...], np.float64)
+        if is_parameter:
+            # The product with 1 ± eps is itself rounded, by up to half an eps.
+            moved = np.abs(after / before - 1) / float(eps("float32"))
+            assert (moved >= 0.5).all() and (moved <= 1.5).all(), path
+        else:
+            np.testing.assert_array_equal(after, before)
+
+
+@pytest.mark.parametrize("unlucky", [range(1), range(2)])
+def test_bad_luck_in_one_run_of_flax_is_no_difference_and_a_fault_of_every_run_is(monkeypatch, unlucky: range) -> None:
+    """A run that is a hundred roundings off, and then, with weights moved by a rounding, none or as much again."""
+    monkeypatch.setattr(tolerances, "OWN_NUDGES", 1)
+    module = torch.nn.Linear(13, 7)
+    model = torch_to_flax(state_arrays(module), Linear(13, 7, rngs=nnx.Rngs(0)))
+    runs = iter(range(3))  # float64, float32, float32 nudged
+    original = sys.modules["flax_tf.parity.compare"].run_flax
+
+    def run(module: Any, args, kwargs, precision: str, *others, **options):
+        number = next(runs)
+        if number - 1 in unlucky:
+            module = nnx.clone(module)
+            module.kernel[...] = module.kernel[...] * (1 + 100 * float(eps("float32")))
+        return original(module, args, kwargs, precision, *others, **options)
+
+    monkeypatch.setattr(sys.modules["flax_tf.parity.compare"], "run_flax", run)
+    report = compare(module, model, np.random.default_rng(0).standard_normal((5, 13)))
+    assert report.ok == (len(unlucky) == 1), report.summary()
+    assert next(runs, None) is None

@@ -45,16 +45,29 @@ def cast_array(array: Any, dtype: str) -> jax.Array:
     return jnp.asarray(np.asarray(array).astype(dtype))  # cast in NumPy: JAX would compile that for every shape
 
 
-def cast_module(module: nnx.Module, dtype: str) -> nnx.Module:
+def cast_module(module: nnx.Module, dtype: str, nudge: int | None = None) -> nnx.Module:
     """A copy of the module with every floating-point parameter and buffer in precision `dtype`, to compute in it.
 
     A layer that was told a dtype to compute in, or fixed one when it was made, as `nnx.Embed` does, is told this one.
+    `nudge` is a seed: every parameter is moved by one rounding, up or down.
     """
-    graph, state = nnx.split(module)
-    copy = nnx.merge(graph, jax.tree.map(lambda leaf: cast_array(leaf, dtype), state))
+    graph, parameters, rest = nnx.split(module, nnx.Param, ...)
+    parameters, rest = jax.tree.map(lambda leaf: cast_array(leaf, dtype), (parameters, rest))
+    if nudge is not None:
+        generator = np.random.default_rng(nudge)
+        parameters = jax.tree.map(lambda leaf: _nudged(leaf, generator), parameters)
+    copy = nnx.merge(graph, parameters, rest)
     for (_, submodule), (_, original) in zip(nnx.iter_modules(copy), nnx.iter_modules(module), strict=True):
         _compute_in(dtype, submodule, original)
     return copy
+
+
+def _nudged(parameter: jax.Array, generator: np.random.Generator) -> jax.Array:
+    if not jnp.issubdtype(parameter.dtype, jnp.floating):
+        return parameter
+    signs = generator.choice([-1, 1], size=parameter.shape)
+    factors = 1 + signs * float(jnp.finfo(parameter.dtype).eps)
+    return jnp.asarray(np.asarray(parameter) * factors.astype(parameter.dtype))
 
 
 def _compute_in(dtype: str, submodule: Any, original: Any) -> None:

@@ -41,15 +41,17 @@ def run_flax(
     *,
     masks: Masks | None = None,
     rename: Renames = None,
+    nudge: int | None = None,
 ) -> list[str]:
     """Runs a copy of a Flax module forwards and backwards, jitted as a whole. Returns how its dropout differs.
 
     Floating-point arrays of the arguments (NumPy's, in any containers) and weights are cast to `dtype`; for float64
     the caller sets `jax.enable_x64`. Names are PyTorch's. The gradients are those of the scalar Σ output · cotangent.
-    With `masks` the module is in training mode and drops what they say, else in evaluation mode.
+    With `masks` the module is in training mode and drops what they say, else in evaluation mode. `nudge` is a seed:
+    every parameter is moved by one rounding, up or down.
     Every array leaves the compiled program when it is computed, and none is kept.
     """
-    module = cast_module(module, dtype)
+    module = cast_module(module, dtype, nudge)
     module.eval() if masks is None else module.train()
     graph, parameters, rest = nnx.split(module, nnx.Param, ...)
     arrays = {label: cast_array(array, dtype) for label, array in arrays_of((args, dict(kwargs))).items()}

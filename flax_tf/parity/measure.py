@@ -84,6 +84,10 @@ class Measure:
             elif kind == INPUT and is_mask(truth):
                 self.errors[name] = float("inf")
 
+    def keep_least(self, other: "Measure") -> None:
+        """Of every error the smaller of this run's and another's."""
+        self.errors = {name: min(error, other.errors.get(name, error)) for name, error in self.errors.items()}
+
     def _without_gradient(self, name: str, kind: str) -> bool:
         """Whether it is the gradient of an output that PyTorch has, and has no gradient of."""
         return kind == OUTPUT_GRADIENT and call_name(OUTPUT, *call_of(name)) in self._truth.arrays
