@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: train test sabotage lint types clean
+.PHONY: train test bench sabotage lint types clean
 
 train: .venv/core.stamp
 	$(BIN)/python train_jax.py $(if $(wildcard runs/docs/checkpoints),--resume)
 
 test: .venv/test.stamp
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# Speed and memory against PyTorch, into benchmarks/results.json, docs/performance.md and docs/performance.png: 20 minutes.
+# `make bench ROWS="lm-step-32 generate-1"` for some of the rows; `python -m benchmarks --list` names them.
+bench: .venv/test.stamp
+	$(BIN)/python -m benchmarks $(if $(ROWS),--rows $(ROWS))
 
 # Plants every known fault, tries 500 honest pairs, and writes what was caught to docs/sabotage.md: half an hour.
 sabotage: .venv/test.stamp

@@ -1,0 +1,1 @@
+"""Speed and memory against PyTorch. `python -m benchmarks` measures, `gpu.py` is for an NVIDIA GPU."""
