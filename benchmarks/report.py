@@ -1,9 +1,10 @@
-"""The table in Markdown and the chart of what `results.json` says."""
+"""The document, in Markdown, of what `results.json` says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chart import chart
 from flax_tf.files import replacing
 
 SIDES = {"ours": "ours", "torch_eager": "PyTorch eager", "torch_compile": "torch.compile"}
@@ -16,20 +17,27 @@ OTHERS = {
 
 HEAD = """# Speed and memory
 
-Written by `make bench` from `benchmarks/results.json`; do not edit. Measured on {date}, on {cores} cores of an {cpu} with
-{memory_gb} GB: {versions}.
+Written by `make bench` from `benchmarks/results.json`; do not edit. Measured on {date}, on {cores} cores of an {cpu}
+with {memory_gb} GB: {versions}.
 
-Each side of each row runs in fresh processes, in turn, for several rounds; PyTorch is the reference as it is, in `torch_ref`, as
-one runs it who knows PyTorch: fused AdamW, gradients set to None, inference mode, and a hand-written cache of keys and values in generation
-whose classifier sees the last position alone. Both sides compute in float32 on all cores. A time is the median over the rounds of the median
-step of a process, after two calls to warm up; in brackets are the lowest and highest round. Memory is the resident memory
-of the process at its highest, with interpreter, libraries and compilation in it.
+Each side of each row runs in fresh processes, in turn, for several rounds. PyTorch is the reference of `torch_ref` as
+it is, run as one does who knows PyTorch: fused optimizers, gradients set to None, inference mode, and in generation a
+hand-written cache of keys and values, with a classifier that sees the last position alone. Both sides compute in
+float32 on all cores. A time is the median over the rounds of the median step of a process, after two calls to warm up;
+in brackets are the fastest and the slowest round. Memory is the resident memory of the process at its highest, which
+holds the interpreter, the libraries and compilation too; the highest round counts.
+"""
+
+COMPILATION = """
+What the first call takes more than a later one: first with every cache empty, then (the median of the later rounds)
+with what the first round left in the caches of both.
 """
 
 PORTING = """
-`port-1gb`: no tensor is made on PyTorch's side but those of the file (the model is built on the meta device, and takes
-them by `assign=True`), and both sides read every page once at the end, so that what is mapped and not read does not count as loaded. Extra
-memory is the peak less what the process held before it opened the file, pages of a mapped file included.
+`port-1gb`: PyTorch makes no tensor but those of the file (the model is built on the meta device, and takes them by
+`assign=True`). Both sides read a number of every page at the end, so that what is mapped and not yet read does not
+count as loaded. Extra memory is the peak less what the process held before it opened the file; pages of a mapped file
+count.
 """
 
 
@@ -39,11 +47,8 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e3:,.3g} ms" if value < 1 else f"{value:,.3g} s"
 
 
-def megabytes(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f} MB"
-
-
 def with_range(row: Mapping[str, Any], side: str) -> str:
+    """The time of a side, with its fastest and slowest round."""
     if row.get(f"{side}_s") is None:
         return "failed" if side in row["failures"] else ""
     low, high = row[f"{side}_range_s"]
@@ -55,95 +60,75 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def bar_cells(row: Mapping[str, Any], bar: Mapping[str, Any]) -> list[str]:
-    sign = "≤ " if bar["at_most"] else "≥ "
-    reached = "not measured" if bar["reached"] is None else f"**{bar['reached']:.3g}**"
-    verdict = "the aim" if bar["aim_met"] else "yes" if bar["met"] else "no"
-    return [row["name"], bar["what"], reached, f"{sign}{bar['least']:.3g}", f"{sign}{bar['aim']:.3g}", verdict]
-
-
 def markdown(results: Mapping[str, Any]) -> str:
-    """The document; every row that `results` has, and no other."""
+    """The document; it has every row of `results`."""
     rows = results["rows"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    parts = [HEAD.format(date=results["date"], versions=versions, **results["hardware"])]
-    parts.append("## Against the bars\n![Times better than PyTorch, with the bars](performance.png)\n")
-    header = ["row", "what", "reached", "at least", "aim", "met"]
-    parts.append(table(header, [bar_cells(row, bar) for row in rows for bar in row["bars"]]))
-    parts.append("## Times\n")
+    failures = [f"`{row['name']}`, {side}: {why}" for row in rows for side, why in row["failures"].items()]
+    return "\n".join(
+        [
+            HEAD.format(date=results["date"], versions=versions, **results["hardware"]),
+            "## Against the bars\n\n![Times better than PyTorch, with the bars](performance.png)\n",
+            _bars(rows),
+            "## Times\n",
+            _times(rows),
+            "## Peak memory\n",
+            _memory(rows),
+            "## Compilation\n" + COMPILATION,
+            _compilation(rows),
+            "## The rows\n",
+            _items(f"`{row['name']}`: {row['about']}" for row in rows) + PORTING,
+            *(["## What could not run\n", _items(failures)] if failures else []),
+        ]
+    )
+
+
+def _items(lines: Iterable[str]) -> str:
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def _bars(rows: Sequence[Mapping[str, Any]]) -> str:
+    cells = []
+    for row in rows:
+        for bar in row["bars"]:
+            sign = "≤ " if bar["at_most"] else "≥ "
+            reached = "not measured" if bar["reached"] is None else f"**{bar['reached']:.3g}**"
+            verdict = "the aim" if bar["aim_met"] else "yes" if bar["met"] else "no"
+            least, aim = (f"{sign}{bar[name]:.3g}" for name in ("least", "aim"))
+            cells.append([row["name"], bar["what"], reached, least, aim, verdict])
+    return table(["row", "what", "reached", "at least", "aim", "met"], cells)
+
+
+def _times(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [[row["name"], *(with_range(row, side) for side in SIDES), str(row["rounds"]), row["date"]] for row in rows]
-    parts.append(table(["row", *SIDES.values(), "rounds", "date"], cells))
     others = [
-        f"- `{row['name']}`, {name}: {with_range(row, side)}"
+        f"`{row['name']}`, {name}: {with_range(row, side)}"
         for row in rows
         for side, name in OTHERS.items()
         if f"{side}_s" in row
     ]
-    if others:
-        parts.append("\n".join(others) + "\n")
-    parts.append("## Peak memory\n")
-    cells = [[row["name"], *(megabytes(row[f"{side}_peak_mb"]) for side in SIDES)] for row in rows]
-    parts.append(table(["row", *SIDES.values()], cells))
-    parts.append("## Compilation\n")
-    parts.append(
-        "What the first call takes more than a later one: with every cache empty, and in the later rounds with what the first left.\n"
-    )
-    columns = {"ours": "ours", "torch_compile": "torch.compile"}
+    return table(["row", *SIDES.values(), "rounds", "date"], cells) + (f"\n{_items(others)}" if others else "")
+
+
+def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
+    values = [(row["name"], [row[f"{side}_peak_mb"] for side in SIDES]) for row in rows]
+    cells = [[name, *("" if mb is None else f"{mb:,.0f} MB" for mb in sides)] for name, sides in values]
+    return table(["row", *SIDES.values()], cells)
+
+
+def _compilation(rows: Sequence[Mapping[str, Any]]) -> str:
     fields = {
-        f"{side}_{field}": f"{name}, {when}"
-        for side, name in columns.items()
+        f"{side}_{field}": f"{SIDES[side]}, {when}"
+        for side in ("ours", "torch_compile")
         for field, when in (("compile_s", "first"), ("compile_again_s", "again"))
     }
-    cells = [
-        [row["name"], *(seconds(row.get(field)) for field in fields)]
-        for row in rows
-        if row["torch_compile_s"] is not None and "ours_cached_s" not in row
-    ]
-    parts.append(table(["row", *fields.values()], cells))
-    parts.append("## The rows\n")
-    parts.append("\n".join(f"- `{row['name']}`: {row['about']}" for row in rows) + "\n" + PORTING)
-    failures = [f"- `{row['name']}`, {side}: {why}" for row in rows for side, why in row["failures"].items()]
-    if failures:
-        parts.append("## What could not run\n")
-        parts.append("\n".join(failures) + "\n")
-    return "\n".join(parts)
-
-
-def chart(results: Mapping[str, Any], path: Path) -> None:
-    """How many times better than the other side each row is (faster, smaller), with its bars."""
-    from matplotlib.figure import Figure
-
-    labels, reached, least, aim, colors = [], [], [], [], []
-    for row in results["rows"]:
-        for bar in row["bars"]:
-            if bar["reached"] is not None:
-                power = -1 if bar["at_most"] else 1
-                labels.append(f"{row['name']}: {'1 / ' if bar['at_most'] else ''}{bar['what']}")
-                reached.append(bar["reached"] ** power)
-                least.append(bar["least"] ** power)
-                aim.append(bar["aim"] ** power)
-                colors.append("tab:green" if bar["met"] else "tab:orange")
-    figure = Figure(figsize=(10, 1.5 + 0.34 * len(labels)), layout="constrained")
-    axes = figure.add_subplot()
-    heights = range(len(labels))
-    axes.barh(heights, reached, color=colors)
-    axes.plot(least, heights, "k|", markersize=14, label="at least")
-    axes.plot(aim, heights, "kD", markersize=4, fillstyle="none", label="the aim")
-    axes.axvline(1, color="gray", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}×")
-    axes.set_yticks(heights, labels)
-    axes.invert_yaxis()
-    axes.set_title(
-        f"Times better, on {results['hardware']['cores']} cores of an {results['hardware']['cpu']}, {results['date']}"
-    )
-    axes.legend()
-    with replacing(path) as fresh:
-        figure.savefig(fresh, dpi=120)
+    compiled = [row for row in rows if row["torch_compile_s"] is not None and "ours_cached_s" not in row]
+    return table(["row", *fields.values()], [[row["name"], *(seconds(row.get(f)) for f in fields)] for row in compiled])
 
 
 def write(results: Mapping[str, Any], directory: Path) -> None:
     """`performance.md` and `performance.png` in the directory."""
     with replacing(directory / "performance.md") as fresh:
         fresh.write_text(markdown(results), encoding="utf-8")
-    chart(results, directory / "performance.png")
+    with replacing(directory / "performance.png") as fresh:
+        chart(results, fresh)

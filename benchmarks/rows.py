@@ -64,6 +64,7 @@ _BLOCK = "block of the first document, batch 8, 128 positions, width 512"
 _LM = "training step of the second document's language model at its own config"
 _TRANSFORMER = "training step of the third document's Transformer at its own config, dropout 0.1"
 _GENERATE = "100 sampled tokens after 16, the second document's model; PyTorch with a cache of keys and values"
+_COMPILED = "torch.compile"
 _CACHE = "a PyTorch cache"
 
 ROWS = {
@@ -74,16 +75,16 @@ ROWS = {
         Row(
             "lm-step-32",
             f"{_LM}, batch 32",
-            (faster_than("eager", (EAGER,), 2.0, 2.5), faster_than("torch.compile", (COMPILE,), 1.4, 1.7), memory(0.5, 0.42)),
+            (faster_than("eager", (EAGER,), 2.0, 2.5), faster_than(_COMPILED, (COMPILE,), 1.4, 1.7), memory(0.5, 0.42)),
         ),
-        Row("lm-step-256", f"{_LM}, batch 256", (faster_than("torch.compile", (COMPILE,), 1.5, 2.0), memory(0.2, 0.16))),
+        Row("lm-step-256", f"{_LM}, batch 256", (faster_than(_COMPILED, (COMPILE,), 1.5, 2.0), memory(0.2, 0.16))),
         Row("transformer-step-8", f"{_TRANSFORMER}, batch 8", (better(1.0, 1.1),)),
         Row("transformer-step-64", f"{_TRANSFORMER}, batch 64", (better(0.9, 1.0),)),
         Row("generate-1", f"{_GENERATE}, batch 1", (faster_than(_CACHE, (EAGER, COMPILE), 1.5, 2.4),)),
         Row("generate-32", f"{_GENERATE}, batch 32", (faster_than(_CACHE, (EAGER, COMPILE), 2.5, 4.6),)),
         Row(
             "compile",
-            "compilation of the step of lm-step-32, without and then with what an earlier process has left in its cache",
+            "compilation of the step of lm-step-32, with empty caches and with what an earlier process left in them",
             (part_of("compilation, as a part of torch.compile's", "ours_s", "torch_compile_s", 1 / 5, 1 / 10),),
             sides=("ours", COMPILE, "ours_cached", "torch_compile_cached"),
             work="lm-step-32",
@@ -91,7 +92,7 @@ ROWS = {
         ),
         Row(
             "host-step",
-            "training step of a language model of 94 parameters, so narrow that it is host work alone",
+            "training step of a language model of 94 parameter arrays, so narrow that it is host work alone",
             (part_of("time, as a part of nnx.jit's", "ours_s", "nnx_jit_s", 1 / 4, 1 / 7),),
             sides=("ours", "nnx_jit"),
         ),
