@@ -33,7 +33,7 @@ def block_forward_backward(sizes: Sizes) -> Work:
     graph, state = nnx.split(build(sizes.block))
     x, weights = jax.random.normal(jax.random.key(0), (2, *sizes.block_batch, sizes.block.d_model))
     gradients = jax.jit(jax.value_and_grad(lambda state, x: (nnx.merge(graph, state)(x) * weights).sum(), (0, 1)))
-    return Work(lambda: jax.block_until_ready(gradients(state, x)))
+    return Work(lambda: jax.block_until_ready(gradients(state, x))[0])
 
 
 def language_model_batch(config: LanguageModelConfig, batch_size: int) -> Batch:

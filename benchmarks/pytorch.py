@@ -1,6 +1,5 @@
 """PyTorch's side of every row: the reference, as one runs it who knows PyTorch."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ from benchmarks import torch_cache
 from benchmarks.work import Work
 from benchmarks.workloads import LANGUAGE_MODEL_OPTIMIZER, TRANSFORMER_OPTIMIZER, Sizes
 from torch_ref.saving import build
-
-torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
 def compiled(function: Any, compile: bool) -> Any:

@@ -36,7 +36,7 @@ def judge(bar: Bar, row: Mapping[str, Any]) -> dict[str, Any]:
     """The bar and what was reached; None where a side could not run."""
     try:
         reached = bar.ratio(row)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # a None, or nothing to take the least of
         reached = None
     sign = -1 if bar.at_most else 1
     return {
