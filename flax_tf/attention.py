@@ -5,11 +5,13 @@ from math import sqrt
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from flax_tf.config import BackboneConfig, RNNConfig, TransformerConfig
 from flax_tf.layers import Buffer, Linear
 from flax_tf.masks import masked_softmax
+
+KeysValues = tuple[Float[Array, "B N S H"], Float[Array, "B N S H"]]
 
 
 class AttentionHead(nnx.Module):
@@ -45,6 +47,38 @@ class PerHeadAttention(nnx.Module):
         heads = [head(x, rngs=rngs) for head in self.attention_heads]  # N times (B, T, H)
         return self.linear_proj(jnp.concatenate(heads, axis=-1))  # (B, T, D)
 
+    def keys_values(self, x: Float[Array, "B T D"]) -> KeysValues:
+        """What later tokens attend to."""
+        heads = self.attention_heads
+        return jnp.stack([head.key(x) for head in heads], 1), jnp.stack([head.value(x) for head in heads], 1)
+
+    def projection(self) -> Float[Array, "D 3*D"]:
+        """The kernels of all heads' queries, then keys, then values, side by side: one product for a token."""
+        kernels = [getattr(head, name) for name in ("query", "key", "value") for head in self.attention_heads]
+        return jnp.concatenate([each.kernel[...] for each in kernels], axis=1)
+
+    def step(
+        self,
+        x: Float[Array, "B 1 D"],
+        projection: Float[Array, "D 3*D"],
+        cache: KeysValues,
+        slot: Int[Array, ""],
+        seen: Bool[Array, "B L"],
+    ) -> tuple[Float[Array, "B 1 D"], KeysValues]:
+        """The attention of one token of every row, whose key and value go to `slot` of the cache first.
+
+        `seen` is True at the slots of the row's text, this one included.
+        """
+        B, N = len(x), len(self.attention_heads)
+        q, k, v = jnp.moveaxis((x @ projection).reshape(B, 3, N, 1, -1), 1, 0)  # each (B, N, 1, H)
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(room, array, slot, axis=2)
+            for room, array in zip(cache, (k, v), strict=True)
+        )  # each (B, N, L, H)
+        scores = jnp.einsum("bnth,bnsh->bnts", q, keys) / sqrt(q.shape[-1])  # (B, N, 1, L)
+        mixed = masked_softmax(scores, seen[:, None, None]) @ values  # (B, N, 1, H)
+        return self.linear_proj(mixed.reshape(x.shape)), (keys, values)
+
 
 class MultiHeadAttention(nnx.Module):
     """Concat of softmax(QKᵀ/√H)V over the heads, then W_o (Vaswani et al. 2017). Seed 002, `MultiHeadAttention`."""
@@ -60,9 +94,7 @@ class MultiHeadAttention(nnx.Module):
         B, T, D = x.shape
         return jnp.swapaxes(x.reshape(B, T, self.num_heads, D // self.num_heads), 1, 2)
 
-    def keys_values(
-        self, key: Float[Array, "B S D"], value: Float[Array, "B S D"]
-    ) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S H"]]:
+    def keys_values(self, key: Float[Array, "B S D"], value: Float[Array, "B S D"]) -> KeysValues:
         """What later queries attend to: a decoder keeps it from step to step."""
         return self.split_heads(self.W_k(key)), self.split_heads(self.W_v(value))
 

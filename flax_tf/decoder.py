@@ -5,12 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_tf.attention import MultiHeadAttention
+from flax_tf.attention import KeysValues, MultiHeadAttention
 from flax_tf.config import TransformerConfig
 from flax_tf.feed_forward import PositionWiseFeedForward
 from flax_tf.layers import LayerNorm
 
-KeysValues = tuple[Float[Array, "B N S H"], Float[Array, "B N S H"]]
 # L is the room for positions of the target.
 Cache = tuple[Float[Array, "B N L H"], Float[Array, "B N L H"]]
 

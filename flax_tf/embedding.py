@@ -31,6 +31,10 @@ class Embeddings(nnx.Module):
         x = self.token_embd(x) + self.pos_embd(jnp.arange(length))[None]  # (B, T, D)
         return self.dropout(self.layer_norm(x), rngs=rngs)  # (B, T, D)
 
+    def step(self, token: Int[Array, "B"], position: Int[Array, "B"]) -> Float[Array, "B 1 D"]:
+        """One token of every row, each at a position of its own."""
+        return self.layer_norm(self.token_embd(token) + self.pos_embd(position))[:, None]
+
 
 class PositionalEncoding(nnx.Module):
     """x + pe, with pe(t, 2i) = sin(t / 10000^(2i/D)) and pe(t, 2i+1) = cos of the same. Seed 002, `PositionalEncoding`.
