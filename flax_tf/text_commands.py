@@ -1,8 +1,9 @@
 """The commands that run a saved model on text: `flax-tf generate` and `flax-tf attention`."""
 
 import logging
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from flax_tf.translation import (
 
 log = logging.getLogger(__name__)
 
+# What tokenizers call the token that ends a text: GPT-2's, Llama's, T5's, Llama 3's, Gemma's.
+_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+
 
 def generate(
     directory: str,
@@ -52,6 +56,8 @@ def generate(
     tokenizer: str | None = None,
 ) -> int:
     """Continues a prompt with a language model, and prints the whole text; or translates a source.
+
+    On a terminal the text appears as it is made. It ends early with the tokenizer's token for that, if it has one.
 
     Args:
         directory: What training exports or `flax-tf port` makes; also the directory of a training run.
@@ -191,11 +197,45 @@ def _continue(
     if prompt:
         encoder = load_tokenizer(_tokenizer_place(room, tokenizer, ", or give --prompt_ids"))
         prompt_ids = encode(encoder, prompt).tolist()
-    prompt_array = id_array(prompt_ids or [])[None]
-    options = {name: value for name, value in sampling.items() if value is not None}
-    tokens = generate_tokens(model, prompt_array, max_tokens, greedy=greedy, **options)[0].tolist()
-    print(encoder.decode(tokens) if encoder else tokens)
+    options: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+    stop_ids = [i for i in map(encoder.token_to_id, _ENDS) if i is not None] if encoder else []
+    prompt_array = id_array(prompt_ids or [])
+    shown = Shown(encoder.decode if encoder else str)
+    ids = prompt_array.tolist()
+
+    def grow(new: list[np.ndarray]) -> None:
+        ids.extend(i for i in new[0].tolist() if i not in stop_ids)
+        if encoder and sys.stdout.isatty():
+            shown.grow(ids)
+
+    generate_tokens(model, [prompt_array], max_tokens, greedy=greedy, stop_ids=stop_ids, on_tokens=grow, **options)
+    shown.end(ids)
     return OK
+
+
+class Shown:
+    """A text on stdout that grows with its tokens; in all, what printing it once at the end would print.
+
+    The whole text is decoded every time, because what a token stands for depends on those before it (a space before a
+    word, bytes of one character). A character whose bytes are not all there decodes to U+FFFD, and waits.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]):
+        self.decode = decode
+        self.printed = ""
+
+    def grow(self, ids: list[int]) -> None:
+        """Prints what is new and complete."""
+        self._print(self.decode(ids).rstrip("\ufffd"))
+
+    def end(self, ids: list[int]) -> None:
+        """Prints the rest, and ends the line."""
+        self._print(self.decode(ids))
+        print()
+
+    def _print(self, text: str) -> None:
+        print(text[len(self.printed) :], end="", flush=True)
+        self.printed = text
 
 
 def _tokenizer_place(room: Path, tokenizer: str | None, otherwise: str = "") -> str:

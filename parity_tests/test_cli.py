@@ -14,14 +14,17 @@ import torch
 from directories import listing
 from models import BACKBONE, BLOCK, reference, state_arrays, twin
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 
 import flax_tf
 import torch_ref.saving
 from flax_tf.cli import main
 from flax_tf.config import LanguageModelConfig
-from flax_tf.data.tokenizer import char_tokenizer
+from flax_tf.data.tokenizer import CHARACTERS as CHARACTERWISE
+from flax_tf.data.tokenizer import bpe_tokenizer, char_tokenizer
 from flax_tf.porting import read_weights
 from flax_tf.saving import save_pretrained
+from flax_tf.text_commands import Shown
 from torch_ref.generation import generate
 
 # Small, because a check compiles it four times.
@@ -157,6 +160,52 @@ def test_generation_continues_a_text(files: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "export").symlink_to(files / "lm")
     assert run(capsys, "generate", tmp_path / "run", *command[2:], "--greedy")[0].startswith("CAB")
+
+
+def test_generation_ends_with_the_tokenizers_end_of_text(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = generate(reference(MODEL), torch.tensor([[2, 0, 1]]), 9, greedy=True)[0].tolist()
+    end = ids[6]
+    names = [*CHARACTERS[:end], "<|endoftext|>", *CHARACTERS[end + 1 :]]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}))
+    tokenizer.pre_tokenizer, tokenizer.decoder = CHARACTERWISE, decoders.Fuse()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    command = ["generate", files / "lm", "--prompt", "CAB", "--max_tokens", 9, "--greedy", "--tokenizer", tmp_path]
+    assert run(capsys, *command) == ["".join(CHARACTERS[i] for i in ids[: ids.index(end, 3)])]
+
+
+@pytest.mark.parametrize("options", [["--greedy"], ["--seed", 3], ["--seed", 4]], ids=str)
+def test_on_a_terminal_the_text_comes_in_parts_that_are_the_text(
+    tmp_path: Path, options: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = bpe_tokenizer(["né à 東京 🙂🙃"], 256)  # 256 bytes: most of what is drawn is no whole character
+    config = LanguageModelConfig(vocab_size=256, max_seq_length=13, d_model=14, num_heads=2, num_layers=1)
+    save_pretrained(twin(reference(config)), tmp_path / "lm", tokenizer)
+    command = ["generate", str(tmp_path / "lm"), "--prompt", "é🙂", "--max_tokens", "41", *map(str, options)]
+    assert main(command) == 0
+    piped = capsys.readouterr().out
+    written: list[str] = []
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "write", written.append)
+    assert main(command) == 0
+    assert "".join(written) == piped
+    assert sum(len(part) > 0 for part in written) > 5
+
+
+def test_a_character_is_shown_when_its_bytes_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = bpe_tokenizer(["abc"], 256)
+    ids = tokenizer.encode("a🙂é").ids
+    assert len(ids) == 7
+    shown, parts = Shown(tokenizer.decode), []
+    for end in range(1, 8):
+        shown.grow(ids[:end])
+        parts.append(capsys.readouterr().out)
+    assert parts == ["a", "", "", "", "🙂", "", "é"]
+    broken = Shown(tokenizer.decode)
+    broken.grow(ids[:3])
+    broken.end(ids[:3])  # half a character, where the text ends with it
+    assert capsys.readouterr().out == tokenizer.decode(ids[:3]) + "\n"
 
 
 def wrong_inputs() -> list[Any]:
