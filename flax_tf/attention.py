@@ -4,11 +4,14 @@ from math import sqrt
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_tf.config import BackboneConfig, RNNConfig, TransformerConfig
-from flax_tf.layers import Buffer, Linear
+from flax_tf.kernels.attention import attention, form
+from flax_tf.layers import Buffer, Dropout, Linear
 from flax_tf.masks import masked_softmax
 
 KeysValues = tuple[Float[Array, "B N S H"], Float[Array, "B N S H"]]
@@ -23,7 +26,7 @@ class AttentionHead(nnx.Module):
         self.key = Linear(config.d_model, config.head_dim, bias=False, rngs=rngs)
         self.value = Linear(config.d_model, config.head_dim, bias=False, rngs=rngs)
         self.tril = Buffer(jnp.tril(jnp.ones((config.max_seq_length, config.max_seq_length))))
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(self, x: Float[Array, "B T D"], *, rngs: nnx.Rngs | None = None) -> Float[Array, "B T H"]:
         length = x.shape[-2]
@@ -44,8 +47,23 @@ class PerHeadAttention(nnx.Module):
         self.linear_proj = Linear(config.d_model, config.d_model, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], *, rngs: nnx.Rngs | None = None) -> Float[Array, "B T D"]:
+        if self._at_once(x):
+            heads = [(head.query(x), head.key(x), head.value(x)) for head in self.attention_heads]
+            q, k, v = (jnp.stack(arrays, axis=1) for arrays in zip(*heads, strict=True))  # each (B, N, T, H)
+            mixed = attention(q, k, v, causal=self.attention_heads[0].mask)
+            return self.linear_proj(jnp.swapaxes(mixed, 1, 2).reshape(x.shape))
         heads = [head(x, rngs=rngs) for head in self.attention_heads]  # N times (B, T, H)
         return self.linear_proj(jnp.concatenate(heads, axis=-1))  # (B, T, D)
+
+    def _at_once(self, x: Float[Array, "B T D"]) -> bool:
+        """Whether an accelerator's kernel computes what the heads do: nothing drops out, and no mask but the causal."""
+        head = self.attention_heads[0]
+        q = jax.ShapeDtypeStruct((x.shape[0], len(self.attention_heads), x.shape[1], head.query.out_features), x.dtype)
+        if form(q, q, masked=False) not in ("cudnn", "splash"):
+            return False
+        if not (head.dropout.deterministic or head.dropout.rate == 0):
+            return False
+        return not head.mask or all(_is_causal(head.tril[...], x.shape[1]) for head in self.attention_heads)
 
     def keys_values(self, x: Float[Array, "B T D"]) -> KeysValues:
         """What later tokens attend to."""
@@ -78,6 +96,13 @@ class PerHeadAttention(nnx.Module):
         scores = jnp.einsum("bnth,bnsh->bnts", q, keys) / sqrt(q.shape[-1])  # (B, N, 1, L)
         mixed = masked_softmax(scores, seen[:, None, None]) @ values  # (B, N, 1, H)
         return self.linear_proj(mixed.reshape(x.shape)), (keys, values)
+
+
+def _is_causal(tril: Float[Array, "L L"], length: int) -> bool:
+    """Whether the buffer is known, and is the causal mask: a checkpoint may hold another."""
+    return not isinstance(tril, Tracer) and np.array_equal(
+        np.asarray(tril)[:length, :length] != 0, np.tri(length, dtype=bool)
+    )
 
 
 class MultiHeadAttention(nnx.Module):
@@ -114,7 +139,7 @@ class MultiHeadAttention(nnx.Module):
         mask: Bool[Array, "#B 1 #T S"] | None = None,
     ) -> Float[Array, "B T D"]:
         """The attention over keys and values that `keys_values` made."""
-        mixed = self.weights(query, k, mask) @ v  # (B, N, T, H)
+        mixed = attention(self.split_heads(self.W_q(query)), k, v, mask)  # (B, N, T, H)
         return self.W_o(jnp.swapaxes(mixed, 1, 2).reshape(query.shape))
 
     def __call__(

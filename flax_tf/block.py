@@ -1,14 +1,12 @@
 """A causal pre-norm transformer block with one fused projection. Twin: `torch_ref/block.py`."""
 
-from math import sqrt
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from flax_tf.config import BlockConfig
+from flax_tf.kernels.attention import attention
 from flax_tf.layers import GELU, LayerNorm, Linear
-from flax_tf.masks import causal_mask, masked_softmax
 
 
 class Block(nnx.Module):
@@ -30,10 +28,9 @@ class Block(nnx.Module):
         """Causal multi-head attention. The fused projection holds keys, queries and values, in that order."""
         B, T, D = x.shape
         N, H = self.config.num_heads, self.config.head_dim
-        kqv = self.kqv_projection(x).reshape(B, T, 3, N, H)
-        k, q, v = jnp.moveaxis(kqv, (2, 3), (0, 2))  # each (B, N, T, H)
-        scores = jnp.einsum("bnth,bnsh->bnts", q, k) / sqrt(H)  # (B, N, T, T)
-        mixed = masked_softmax(scores, causal_mask(T)) @ v  # (B, N, T, H)
+        kqv = jnp.split(self.kqv_projection(x), 3, axis=-1)
+        k, q, v = (jnp.swapaxes(each.reshape(B, T, N, H), 1, 2) for each in kqv)  # each (B, N, T, H)
+        mixed = attention(q, k, v, causal=True)  # (B, N, T, H)
         return self.output_mixer_projection(jnp.swapaxes(mixed, 1, 2).reshape(B, T, D))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -12,6 +12,8 @@ from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
 from flax_tf.errors import InputError, TokenIdError
+from flax_tf.kernels.gelu import gelu
+from flax_tf.kernels.linear import dot_general
 
 
 class Buffer(nnx.Variable):
@@ -38,7 +40,15 @@ class Linear(nnx.Linear):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True, rngs: nnx.Rngs):
         init = uniform(1 / math.sqrt(in_features))
-        super().__init__(in_features, out_features, use_bias=bias, kernel_init=init, bias_init=init, rngs=rngs)
+        super().__init__(
+            in_features,
+            out_features,
+            use_bias=bias,
+            kernel_init=init,
+            bias_init=init,
+            dot_general=dot_general,
+            rngs=rngs,
+        )
 
 
 class Embedding(nnx.Embed):
@@ -89,7 +99,7 @@ class GELU(nnx.Module):
     """`torch.nn.GELU`: x·Φ(x) with the error function (`jax.nn.gelu` would default to the tanh approximation)."""
 
     def __call__(self, x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-        return jax.nn.gelu(x, approximate=False)
+        return gelu(x)
 
 
 class ReLU(nnx.Module):
