@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_tf.attention import KeysValues, MultiHeadAttention
 from flax_tf.config import TransformerConfig
 from flax_tf.feed_forward import PositionWiseFeedForward
-from flax_tf.layers import LayerNorm
+from flax_tf.layers import Dropout, LayerNorm
 
 # L is the room for positions of the target.
 Cache = tuple[Float[Array, "B N L H"], Float[Array, "B N L H"]]
@@ -27,7 +27,7 @@ class DecoderLayer(nnx.Module):
         self.norm1 = LayerNorm(config.d_model, epsilon=config.layer_norm_eps, rngs=rngs)
         self.norm2 = LayerNorm(config.d_model, epsilon=config.layer_norm_eps, rngs=rngs)
         self.norm3 = LayerNorm(config.d_model, epsilon=config.layer_norm_eps, rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(
         self,

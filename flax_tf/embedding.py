@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_tf.config import BackboneConfig, TransformerConfig
 from flax_tf.errors import TokenIdError
-from flax_tf.layers import Buffer, Embedding, LayerNorm
+from flax_tf.layers import Buffer, Dropout, Embedding, LayerNorm
 
 
 class Embeddings(nnx.Module):
@@ -18,7 +18,7 @@ class Embeddings(nnx.Module):
     def __init__(self, config: BackboneConfig, *, rngs: nnx.Rngs):
         self.token_embd = Embedding(config.token_count(), config.d_model, rngs=rngs)
         self.pos_embd = Embedding(config.max_seq_length, config.d_model, rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.layer_norm = LayerNorm(config.d_model, epsilon=config.layer_norm_eps, rngs=rngs)
 
     def __call__(self, x: Int[Array, "B T"], *, rngs: nnx.Rngs | None = None) -> Float[Array, "B T D"]:

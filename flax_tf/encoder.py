@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 from flax_tf.attention import MultiHeadAttention
 from flax_tf.config import TransformerConfig
 from flax_tf.feed_forward import PositionWiseFeedForward
-from flax_tf.layers import LayerNorm
+from flax_tf.layers import Dropout, LayerNorm
 
 
 class EncoderLayer(nnx.Module):
@@ -17,7 +17,7 @@ class EncoderLayer(nnx.Module):
         self.feed_forward = PositionWiseFeedForward(config, rngs=rngs)
         self.norm1 = LayerNorm(config.d_model, epsilon=config.layer_norm_eps, rngs=rngs)
         self.norm2 = LayerNorm(config.d_model, epsilon=config.layer_norm_eps, rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(
         self, x: Float[Array, "B S D"], mask: Bool[Array, "B 1 1 S"], *, rngs: nnx.Rngs | None = None

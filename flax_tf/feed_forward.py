@@ -4,7 +4,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from flax_tf.config import BackboneConfig, TransformerConfig
-from flax_tf.layers import GELU, Linear, ReLU
+from flax_tf.layers import GELU, Dropout, Linear, ReLU
 
 
 class FeedForwardNetwork(nnx.Module):
@@ -14,7 +14,7 @@ class FeedForwardNetwork(nnx.Module):
         self.layer1 = Linear(config.d_model, 4 * config.d_model, rngs=rngs)
         self.layer2 = Linear(4 * config.d_model, config.d_model, rngs=rngs)
         self.gelu = GELU()
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(self, x: Float[Array, "B T D"], *, rngs: nnx.Rngs | None = None) -> Float[Array, "B T D"]:
         x = self.gelu(self.layer1(x))  # (B, T, F)

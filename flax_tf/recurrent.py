@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flax_tf.attention import BahdanauAttention
 from flax_tf.config import AttnRNNConfig, RNNConfig
-from flax_tf.layers import GRU, Embedding, Linear
+from flax_tf.layers import GRU, Dropout, Embedding, Linear
 
 
 def shift_right(target: Int[Array, "B T"], start_id: int) -> Int[Array, "B T"]:
@@ -22,7 +22,7 @@ class EncoderRNN(nnx.Module):
         self.config = config
         self.embedding = Embedding(config.src_token_count(), config.hidden_size, rngs=rngs)
         self.gru = GRU(config.hidden_size, config.hidden_size, rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(
         self, src: Int[Array, "B S"], *, rngs: nnx.Rngs | None = None
@@ -46,10 +46,15 @@ class DecoderRNN(nnx.Module):
 
     def forward_step(
         self, tokens: Int[Array, "B T"], hidden: Float[Array, "1 B H"]
-    ) -> tuple[Float[Array, "B T V"], Float[Array, "1 B H"]]:
-        """Logits after each of the tokens, which follow each other, and the hidden state after the last."""
-        output, hidden = self.gru(jax.nn.relu(self.embedding(tokens)), hidden)  # (B, T, H)
-        return self.out(output), hidden
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "1 B H"]]:
+        """Outputs, before `out`, after each of the tokens, which follow each other; the hidden state after the last."""
+        return self.gru(jax.nn.relu(self.embedding(tokens)), hidden)
+
+    def forced(
+        self, encoder_hidden: Float[Array, "1 B H"], target: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "1 B H"]]:
+        """The outputs, before `out`, at the target's steps, each of which reads the true token before it."""
+        return self.forward_step(shift_right(target, self.config.start_id), encoder_hidden)
 
     def __call__(
         self,
@@ -63,12 +68,13 @@ class DecoderRNN(nnx.Module):
         token before it. Without one there are `max_length`, and each reads the likeliest token of the step before.
         """
         if target is not None:
-            logits, hidden = self.forward_step(shift_right(target, self.config.start_id), encoder_hidden)
-            return jax.nn.log_softmax(logits, axis=-1), hidden, None
+            outputs, hidden = self.forced(encoder_hidden, target)
+            return jax.nn.log_softmax(self.out(outputs), axis=-1), hidden, None
 
         def step(carry, _):
             token, hidden = carry
-            logits, hidden = self.forward_step(token, hidden)  # (B, 1, V)
+            output, hidden = self.forward_step(token, hidden)  # (B, 1, H)
+            logits = self.out(output)  # (B, 1, V)
             return (logits.argmax(axis=-1), hidden), logits[:, 0]
 
         start = jnp.full((encoder_outputs.shape[0], 1), self.config.start_id)
@@ -85,7 +91,7 @@ class AttnDecoderRNN(nnx.Module):
         self.attention = BahdanauAttention(config, rngs=rngs)
         self.gru = GRU(2 * config.hidden_size, config.hidden_size, rngs=rngs)
         self.out = Linear(config.hidden_size, config.tgt_token_count(), rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward_step(
         self,
@@ -101,6 +107,28 @@ class AttnDecoderRNN(nnx.Module):
         output, hidden = self.gru(jnp.concatenate([embedded, context], axis=-1), hidden)
         return output, hidden, weights
 
+    def forced(
+        self,
+        encoder_outputs: Float[Array, "B S H"],
+        encoder_hidden: Float[Array, "1 B H"],
+        target: Int[Array, "B T"],
+        src_mask: Bool[Array, "B S"] | None,
+        *,
+        rngs: nnx.Rngs | None = None,
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "1 B H"], Float[Array, "B T S"]]:
+        """As of `DecoderRNN`, and third the weights of attention."""
+        projected = self.attention.Ua(encoder_outputs)  # (B, S, H)
+        mask = None if src_mask is None else src_mask[:, None, :]  # (B, 1, S)
+        tokens = shift_right(target, self.config.start_id)
+        embedded = self.dropout(self.embedding(tokens), rngs=rngs)  # (B, T, H)
+
+        def step(hidden, embedded):
+            output, hidden, weights = self.forward_step(embedded[:, None], hidden, encoder_outputs, projected, mask)
+            return hidden, (output[:, 0], weights[:, 0])
+
+        hidden, (outputs, weights) = jax.lax.scan(step, encoder_hidden, jnp.swapaxes(embedded, 0, 1))
+        return jnp.swapaxes(outputs, 0, 1), hidden, jnp.swapaxes(weights, 0, 1)
+
     def __call__(
         self,
         encoder_outputs: Float[Array, "B S H"],
@@ -111,19 +139,11 @@ class AttnDecoderRNN(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> tuple[Float[Array, "B T V"], Float[Array, "1 B H"], Float[Array, "B T S"]]:
         """As of `DecoderRNN`, and third the weights of attention. `src_mask` is False where attention may not look."""
+        if target is not None:
+            outputs, hidden, weights = self.forced(encoder_outputs, encoder_hidden, target, src_mask, rngs=rngs)
+            return jax.nn.log_softmax(self.out(outputs), axis=-1), hidden, weights
         projected = self.attention.Ua(encoder_outputs)  # (B, S, H)
         mask = None if src_mask is None else src_mask[:, None, :]  # (B, 1, S)
-        if target is not None:
-            tokens = shift_right(target, self.config.start_id)
-            embedded = self.dropout(self.embedding(tokens), rngs=rngs)  # (B, T, H)
-
-            def forced(hidden, embedded):
-                output, hidden, weights = self.forward_step(embedded[:, None], hidden, encoder_outputs, projected, mask)
-                return hidden, (output[:, 0], weights[:, 0])
-
-            hidden, (outputs, weights) = jax.lax.scan(forced, encoder_hidden, jnp.swapaxes(embedded, 0, 1))
-            logits = self.out(jnp.swapaxes(outputs, 0, 1))  # (B, T, V)
-            return jax.nn.log_softmax(logits, axis=-1), hidden, jnp.swapaxes(weights, 0, 1)
 
         def free(carry, key):
             token, hidden = carry
@@ -155,6 +175,13 @@ class Seq2Seq(nnx.Module):
         encoder_outputs, encoder_hidden = self.encoder(src, rngs=rngs)
         return self.decoder(encoder_outputs, encoder_hidden, target)
 
+    def hidden_states(
+        self, src: Int[Array, "B S"], target: Int[Array, "B T"], *, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "B T H"]:
+        """What `decoder.out` makes the logits at the target's steps of. `rngs` as above."""
+        _, encoder_hidden = self.encoder(src, rngs=rngs)
+        return self.decoder.forced(encoder_hidden, target)[0]
+
     def begin(self, src: Int[Array, "B S"], length: int) -> tuple[tuple[()], Float[Array, "B H"]]:
         """What decoding keeps: nothing for good, and the hidden state."""
         del length
@@ -165,8 +192,8 @@ class Seq2Seq(nnx.Module):
     ) -> tuple[Float[Array, "B V"], Float[Array, "B H"]]:
         """The log probability of every next token after `token`, and the hidden state with it."""
         del memory, position
-        logits, hidden = self.decoder.forward_step(token[:, None], hidden[None])
-        return jax.nn.log_softmax(logits[:, 0], axis=-1), hidden[0]
+        output, hidden = self.decoder.forward_step(token[:, None], hidden[None])
+        return jax.nn.log_softmax(self.decoder.out(output)[:, 0], axis=-1), hidden[0]
 
 
 AttnMemory = tuple[Float[Array, "B S H"], Float[Array, "B S H"], Bool[Array, "B S"] | None]
@@ -190,6 +217,13 @@ class AttnSeq2Seq(nnx.Module):
         """What the decoder returns. `rngs` feeds dropout, in training mode only."""
         encoder_outputs, encoder_hidden = self.encoder(src, rngs=rngs)
         return self.decoder(encoder_outputs, encoder_hidden, target, self.source_mask(src), rngs=rngs)
+
+    def hidden_states(
+        self, src: Int[Array, "B S"], target: Int[Array, "B T"], *, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "B T H"]:
+        """What `decoder.out` makes the logits at the target's steps of. `rngs` as above."""
+        encoder_outputs, encoder_hidden = self.encoder(src, rngs=rngs)
+        return self.decoder.forced(encoder_outputs, encoder_hidden, target, self.source_mask(src), rngs=rngs)[0]
 
     def begin(self, src: Int[Array, "B S"], length: int) -> tuple[AttnMemory, Float[Array, "B H"]]:
         """What decoding keeps: the encoder's outputs, their projection and the mask for good; the hidden state."""

@@ -11,7 +11,7 @@ from flax_tf.config import TransformerConfig
 from flax_tf.decoder import Cache, DecoderLayer, KeysValues
 from flax_tf.embedding import PositionalEncoding
 from flax_tf.encoder import EncoderLayer
-from flax_tf.layers import Embedding, Linear, TiedLinear
+from flax_tf.layers import Dropout, Embedding, Linear, TiedLinear
 from flax_tf.masks import padding_mask, target_mask
 
 Memory = tuple[Bool[Array, "B 1 1 S"], list[KeysValues]]
@@ -34,7 +34,7 @@ class Transformer(nnx.Module):
             self.fc = TiedLinear(self.decoder_embedding, rngs=rngs)
         else:
             self.fc = Linear(config.d_model, config.tgt_token_count(), rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def generate_mask(
         self, src: Int[Array, "B S"], tgt: Int[Array, "B T"]
@@ -52,6 +52,18 @@ class Transformer(nnx.Module):
             x = layer(x, src_mask, rngs=rngs)  # (B, S, D)
         return x
 
+    def hidden_states(
+        self, src: Int[Array, "B S"], tgt: Int[Array, "B T"], *, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "B T D"]:
+        """Source and target ids to the decoder's output, which `fc` makes logits of. `rngs` and errors as below."""
+        src_mask, tgt_mask = self.generate_mask(src, tgt)
+        enc_output = self.encode(src, src_mask, rngs=rngs)  # (B, S, D)
+        x = self.positional_encoding(self._scaled(self.decoder_embedding(tgt)))  # (B, T, D)
+        x = self.dropout(x, rngs=rngs)
+        for layer in self.decoder_layers:
+            x = layer(x, enc_output, src_mask, tgt_mask, rngs=rngs)  # (B, T, D)
+        return x
+
     def __call__(
         self, src: Int[Array, "B S"], tgt: Int[Array, "B T"], *, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "B T V"]:
@@ -60,13 +72,7 @@ class Transformer(nnx.Module):
         `rngs` feeds dropout, in training mode only. Raises TokenIdError for more positions than the table has, or for a
         concrete id outside its vocabulary.
         """
-        src_mask, tgt_mask = self.generate_mask(src, tgt)
-        enc_output = self.encode(src, src_mask, rngs=rngs)  # (B, S, D)
-        x = self.positional_encoding(self._scaled(self.decoder_embedding(tgt)))  # (B, T, D)
-        x = self.dropout(x, rngs=rngs)
-        for layer in self.decoder_layers:
-            x = layer(x, enc_output, src_mask, tgt_mask, rngs=rngs)  # (B, T, D)
-        return self.fc(x)
+        return self.fc(self.hidden_states(src, tgt, rngs=rngs))
 
     def _scaled(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return x * sqrt(self.config.d_model) if self.config.scale_embeddings else x

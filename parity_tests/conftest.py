@@ -9,7 +9,14 @@ from jaxtyping import install_import_hook
 _MODELS = ("masks", "embedding", "attention", "feed_forward", "block", "language_model", "generation", "loss")
 _SEQ2SEQ = ("encoder", "decoder", "transformer", "recurrent", "decoding")
 _CHECKED = [f"{package}.{file}" for package in ("flax_tf", "torch_ref") for file in (*_MODELS, *_SEQ2SEQ)]
-install_import_hook([*_CHECKED, "flax_tf.layers", "flax_tf.data.batches", "flax_tf.training.step"], "beartype.beartype")
+_CHECKED += [
+    "flax_tf.kernels.dropout",
+    "flax_tf.kernels.linear_cross_entropy",
+    "flax_tf.layers",
+    "flax_tf.data.batches",
+    "flax_tf.training.step",
+]
+install_import_hook(_CHECKED, "beartype.beartype")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -1,109 +1,148 @@
-"""The loss equals PyTorch's, also where it is computed a few positions at a time."""
+"""The losses of the models equal PyTorch's, and training holds the logits of a few tokens at a time."""
+
+import re
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
-from models import LANGUAGE_MODEL, ids, reference, twin
+from models import LANGUAGE_MODEL, TRANSFORMER, ids, reference, twin
+from twins import float64, relative_error  # noqa: F401
 
-from flax_tf.layers import Linear
-from flax_tf.loss import cross_entropy, language_model_loss, linear_cross_entropy
-from flax_tf.parity.tolerances import OUTPUT_FLOAT64, relative_error
+from flax_tf.kernels.linear_cross_entropy import tokens_at_once
+from flax_tf.loss import classifier_loss, language_model_loss, sequence_loss
+from flax_tf.parity.tolerances import OUTPUT_FLOAT64
+from flax_tf.saving import build
+from flax_tf.training.optimizer import build_optimizer
+from flax_tf.training.optimizer_config import OptimizerConfig
+from flax_tf.training.step import start
 from torch_ref import loss as torch_loss
 
-B, T, D, V = 3, 11, 5, 37
-RNG = np.random.default_rng(0)
-LOGITS = RNG.standard_normal((B, T, V)) * 5
-LABELS = jnp.array(RNG.integers(V, size=(B, T)), jnp.int32)
+B, T, V = 3, 11, 37
 WEIGHTS = np.array([[1.0] * T, [1.0] * 4 + [0.0] * 7, [0.5] * T])
 
 
-@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["all tokens", "weighted"])
-def test_cross_entropy_is_torchs(weights: np.ndarray | None) -> None:
-    with jax.enable_x64(True):
-        ours = cross_entropy(jnp.array(LOGITS), LABELS, None if weights is None else jnp.array(weights))
-    theirs = torch_loss.cross_entropy(
-        torch.tensor(LOGITS), torch.tensor(np.array(LABELS)), None if weights is None else torch.tensor(weights)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("weights", "ignore_id", "smoothing"), [(None, 0, 0.1), (WEIGHTS, None, 0.0)])
+def test_the_loss_of_a_classifier_is_torchs(tied: bool, weights: Any, ignore_id: int | None, smoothing: float) -> None:
+    module = reference(replace(TRANSFORMER, src_vocab_size=V, tgt_vocab_size=V, shared_embeddings=tied)).double()
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((B, T, TRANSFORMER.d_model)), ids(B, T)
+    options: Any = {"label_smoothing": smoothing} | ({} if ignore_id is None else {"ignore_id": ignore_id})
+    ours = classifier_loss(
+        twin(module).fc, jnp.array(x), jnp.array(labels), None if weights is None else jnp.array(weights), **options
+    )
+    theirs = torch_loss.classifier_loss(
+        module.fc, torch.tensor(x), torch.tensor(labels), None if weights is None else torch.tensor(weights), **options
     )
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == np.float64
-        assert relative_error(np.asarray(a), b.numpy()) <= OUTPUT_FLOAT64
+        assert relative_error(a, b.detach()) <= OUTPUT_FLOAT64
 
 
 def test_the_mean_is_over_real_tokens_also_across_batches() -> None:
     """The mean of two batches' means would be another number wherever padding differs between them."""
-    rows = (slice(0, 1), slice(1, 2))
-    parts = [cross_entropy(jnp.array(LOGITS[row]), LABELS[row], jnp.array(WEIGHTS[row])) for row in rows]
-    mean = sum(total for total, _ in parts) / sum(count for _, count in parts)
-    real = WEIGHTS[:2] > 0
-    truth = torch.nn.functional.cross_entropy(
-        torch.tensor(LOGITS[:2][real]), torch.tensor(np.array(LABELS)[:2][real]).long()
-    )
-    # float32 has 24 bits: the sum of 15 losses is right to a few units of the last place.
-    np.testing.assert_allclose(mean, truth, rtol=1e-6)
-
-
-def test_low_precision_logits_are_summed_in_float32() -> None:
-    logits = jnp.array(LOGITS, jnp.bfloat16)
-    total, count = cross_entropy(logits, LABELS)
-    assert total.dtype == count.dtype == jnp.float32
-    with jax.enable_x64(True):
-        truth, _ = cross_entropy(jnp.array(np.asarray(logits, np.float64)), LABELS)
-    # float32 over the 33 losses of the same rounded logits; bfloat16 sums would be wrong in the third digit.
-    np.testing.assert_allclose(total, truth, rtol=1e-6)
-
-
-@pytest.mark.parametrize("positions", [1, 2, 4, 11, 100])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_in_chunks_it_is_the_same_loss_with_the_same_gradients(positions: int, weighted: bool) -> None:
-    with jax.enable_x64(True):
-        classifier = twin(reference(LANGUAGE_MODEL).double()).classifier
-        graph, _ = nnx.split(classifier)
-        x = jnp.array(RNG.standard_normal((B, T, LANGUAGE_MODEL.d_model)))
-        weights = jnp.array(WEIGHTS) if weighted else None
-
-        def plain(kernel, bias, x, weights):
-            total, count = cross_entropy(x @ kernel + bias.reshape(1, 1, -1), LABELS, weights)
-            return total / count
-
-        def chunked(kernel, bias, x, weights):
-            layer = nnx.merge(graph, nnx.State({"kernel": nnx.Param(kernel), "bias": nnx.Param(bias)}))
-            total, count = linear_cross_entropy(layer, x, LABELS, weights, B * V * positions)
-            return total / count
-
-        arguments = (classifier.kernel[...], classifier.bias[...], x, weights)
-        wrt = (0, 1, 2, 3) if weighted else (0, 1, 2)
-        truth, truth_grads = jax.value_and_grad(plain, wrt)(*arguments)
-        value, grads = jax.value_and_grad(chunked, wrt)(*arguments)
-        assert relative_error(np.asarray(value), np.asarray(truth)) <= OUTPUT_FLOAT64
-        for grad, truth_grad in zip(grads, truth_grads, strict=True):
-            assert relative_error(np.asarray(grad), np.asarray(truth_grad)) <= OUTPUT_FLOAT64
-
-
-def test_the_logits_of_a_large_vocabulary_are_never_held_whole() -> None:
-    batch, length, width, vocab_size = 8, 64, 16, 30_522
-    classifier = Linear(width, vocab_size, rngs=nnx.Rngs(0))
-    x, labels = jnp.ones((batch, length, width)), jnp.zeros((batch, length), jnp.int32)
-
-    def loss(x):
-        return linear_cross_entropy(classifier, x, labels, None, batch * vocab_size * 4)[0]
-
-    memory = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis()
-    whole = batch * length * vocab_size * 4
-    # 4 of 64 positions at a time, with a few copies of theirs in flight.
-    assert memory.temp_size_in_bytes < whole / 2
-
-
-def test_language_model_loss_and_gradients_are_torchs() -> None:
     module = reference(LANGUAGE_MODEL).double()
-    tokens = ids(3, 12)
-    with jax.enable_x64(True):
-        model = twin(module)
-        batch = {"inputs": jnp.array(tokens[:, :-1]), "labels": jnp.array(tokens[:, 1:]), "weights": jnp.array(WEIGHTS)}
-        ours = language_model_loss(model, batch)
+    tokens = ids(B, T + 1)
+    whole = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "weights": WEIGHTS}
+    parts = [{name: jnp.array(array[row]) for name, array in whole.items()} for row in (slice(0, 1), slice(1, 2))]
+    sums = [language_model_loss(twin(module), part) for part in parts]
+    mean = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    real = WEIGHTS[:2] > 0
+    logits = module(torch.tensor(tokens[:2, :-1]))[torch.tensor(real)]
+    truth = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[:2, 1:][real]))
+    assert relative_error(mean, truth.detach()) <= OUTPUT_FLOAT64
+
+
+def test_language_model_loss_is_torchs() -> None:
+    module = reference(LANGUAGE_MODEL).double()
+    tokens = ids(B, T + 1)
+    batch = {"inputs": jnp.array(tokens[:, :-1]), "labels": jnp.array(tokens[:, 1:]), "weights": jnp.array(WEIGHTS)}
+    ours = language_model_loss(twin(module), batch)
     torch_batch = {name: torch.tensor(np.asarray(array)) for name, array in batch.items()}
     theirs = torch_loss.language_model_loss(module, torch_batch)
     for a, b in zip(ours, theirs, strict=True):
-        assert relative_error(np.asarray(a), b.detach().numpy()) <= OUTPUT_FLOAT64
+        assert relative_error(a, b.detach()) <= OUTPUT_FLOAT64
+
+
+def plain_language_model_loss(model, batch, rngs=None):
+    logits = model(batch["inputs"], rngs=rngs)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], axis=-1)
+    return losses.sum(), jnp.full((), losses.size, losses.dtype)
+
+
+def plain_sequence_loss(model, batch, rngs=None, smoothing=0.1):
+    answers = batch["target"][:, 1:]
+    log_probs = jax.nn.log_softmax(model(batch["source"], batch["target"][:, :-1], rngs=rngs))
+    at_label = jnp.take_along_axis(log_probs, answers[..., None], axis=-1)[..., 0]
+    losses = -(1 - smoothing) * at_label - smoothing * log_probs.mean(axis=-1)
+    real = answers != model.config.pad_id
+    return jnp.where(real, losses, 0).sum(), real.sum(dtype=losses.dtype)
+
+
+def smoothed_sequence_loss(model, batch, rngs=None):
+    return sequence_loss(model, batch, 0.1, rngs=rngs)
+
+
+def language_batch(rng, rows: int = B, length: int = T) -> dict[str, np.ndarray]:
+    tokens = rng.integers(V, size=(rows, length + 1))
+    return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def pair_batch(rng, rows: int = B, length: int = T) -> dict[str, np.ndarray]:
+    batch = {"source": rng.integers(1, 37, size=(rows, 7)), "target": rng.integers(1, 31, size=(rows, length + 1))}
+    batch["target"][1, 4:] = 0
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("config", "losses", "batch"),
+    [
+        (LANGUAGE_MODEL, (language_model_loss, plain_language_model_loss), language_batch),
+        (TRANSFORMER, (smoothed_sequence_loss, plain_sequence_loss), pair_batch),
+    ],
+    ids=["language model", "transformer"],
+)
+def test_fifty_steps_have_the_losses_of_the_plain_form(config, losses, batch) -> None:
+    """Dropout included, which draws the same masks in both."""
+    runs = []
+    for loss in losses:
+        model = twin(reference(replace(config, dropout=0.1)).double())
+        state, steps = start(model, build_optimizer(OptimizerConfig(learning_rate=1e-3), 50), loss, seed=0)
+        rng, sums = np.random.default_rng(0), []
+        for _ in range(50):
+            before = float(state.loss_sum)
+            state = steps.train(state, batch(rng))
+            sums.append(float(state.loss_sum) - before)
+        runs.append(sums)
+    # float64: roundings of 1e-16, which 50 steps of Adam at a rate of 1e-3 may make larger.
+    np.testing.assert_allclose(*runs, rtol=1e-10)
+
+
+@pytest.mark.parametrize("system", ["language model", "transformer"])
+def test_training_and_evaluation_hold_no_logits_of_all_tokens(system: str) -> None:
+    vocab_size, rows, length = 997, 8, 128  # as many tokens as 4 times those at once
+    rng = np.random.default_rng(0)
+    if system == "language model":
+        config: Any = replace(LANGUAGE_MODEL, vocab_size=vocab_size, max_seq_length=length)
+        losses, batch = (language_model_loss, plain_language_model_loss), language_batch(rng, rows, length)
+    else:
+        config = replace(TRANSFORMER, tgt_vocab_size=vocab_size, max_seq_length=length)
+        losses, batch = (smoothed_sequence_loss, plain_sequence_loss), pair_batch(rng, rows, length)
+    most = []
+    for loss in losses:
+        state, steps = start(build(config), build_optimizer(OptimizerConfig(), 50), loss, seed=0)
+        for step, of in ((steps.train, state), (steps.evaluate, state.params)):
+            text = step.lower(of, batch).compile().as_text()
+            with_vocabulary = re.findall(rf"\w+\[([\d,]*)\b{vocab_size}\b([\d,]*)\]", text)
+            tokens = [
+                int(np.prod([int(size) for size in (a + b).strip(",").replace(",,", ",").split(",") if size]))
+                for a, b in with_vocabulary
+            ]
+            most.append(max(tokens))
+    fused, plain = most[:2], most[2:]
+    assert max(fused) <= tokens_at_once()
+    assert min(plain) >= rows * length

@@ -9,7 +9,7 @@ from flax import nnx
 from twins import assert_same, relative_error, run, state_dict
 from twins import float64 as float64
 
-from flax_tf.layers import GRU, LSTM
+from flax_tf.layers import GRU, LSTM, Dropout
 from flax_tf.porting.convert import flax_to_torch, torch_to_flax
 
 B, T, INPUT, HIDDEN = 3, 7, 5, 11
@@ -87,7 +87,7 @@ def test_dropout_falls_between_layers_only(kind):
         for i, width in ((0, INPUT), (1, HIDDEN))
     )
     x = jnp.asarray(random(B, T, INPUT))
-    dropped = nnx.Dropout(0.5)(first(x)[0], rngs=nnx.Rngs(dropout=5))
+    dropped = Dropout(0.5)(first(x)[0], rngs=nnx.Rngs(dropout=5))
     layer.train()
     output = layer(x, rngs=nnx.Rngs(dropout=5))[0]
     np.testing.assert_array_equal(output, second(dropped)[0])  # the same arithmetic, so the same bits

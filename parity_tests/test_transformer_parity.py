@@ -17,11 +17,9 @@ from flax_tf import masks
 from flax_tf.config import TransformerConfig
 from flax_tf.embedding import PositionalEncoding
 from flax_tf.errors import InputError, TokenIdError
-from flax_tf.loss import sequence_cross_entropy
 from flax_tf.porting import StateDictError, flax_to_torch, torch_to_flax
 from flax_tf.porting.recognise import recognise
 from flax_tf.saving import abstract, build, from_pretrained, save_pretrained
-from torch_ref import loss as torch_loss
 from torch_ref import masks as torch_masks
 from torch_ref import saving as torch_saving
 
@@ -275,22 +273,3 @@ def test_recognised_from_shapes_but_for_the_number_of_heads():
 def test_impossible_configs(change, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(SMALL, **change)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_is_pytorchs(smoothing):
-    rng = np.random.default_rng(0)
-    logits, targets = rng.standard_normal((3, 7, 19)), rng.integers(1, 19, size=(3, 7))
-    targets[0, 4:], targets[1] = 0, 0
-    truth = torch.nn.CrossEntropyLoss(ignore_index=0, label_smoothing=smoothing)(
-        torch.from_numpy(logits).flatten(0, 1), torch.from_numpy(targets).flatten()
-    )
-    total, count = sequence_cross_entropy(jnp.asarray(logits), jnp.asarray(targets), 0, smoothing)
-    theirs = torch_loss.sequence_cross_entropy(torch.from_numpy(logits), torch.from_numpy(targets), 0, smoothing)
-    assert int(count) == int(theirs[1]) == 11
-    # One sum in another order.
-    assert float(total / count) == pytest.approx(truth.item(), rel=1e-13)
-    assert float(theirs[0] / theirs[1]) == pytest.approx(truth.item(), rel=1e-13)
-    # Log probabilities may stand for the logits.
-    again, _ = sequence_cross_entropy(jax.nn.log_softmax(jnp.asarray(logits)), jnp.asarray(targets), 0, smoothing)
-    assert float(again) == pytest.approx(float(total), rel=1e-13)

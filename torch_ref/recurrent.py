@@ -45,10 +45,15 @@ class DecoderRNN(nn.Module):
 
     def forward_step(
         self, tokens: Int[Tensor, "B T"], hidden: Float[Tensor, "1 B H"]
-    ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, "1 B H"]]:
-        """Logits after each of the tokens, which follow each other, and the hidden state after the last."""
-        output, hidden = self.gru(torch.relu(self.embedding(tokens)), hidden)  # (B, T, H)
-        return self.out(output), hidden
+    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "1 B H"]]:
+        """Outputs, before `out`, after each of the tokens, which follow each other; the hidden state after the last."""
+        return self.gru(torch.relu(self.embedding(tokens)), hidden)
+
+    def forced(
+        self, encoder_hidden: Float[Tensor, "1 B H"], target: Int[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "1 B H"]]:
+        """The outputs, before `out`, at the target's steps, each of which reads the true token before it."""
+        return self.forward_step(shift_right(target, self.config.start_id), encoder_hidden)
 
     def forward(
         self,
@@ -62,12 +67,13 @@ class DecoderRNN(nn.Module):
         token before it. Without one there are `max_length`, and each reads the likeliest token of the step before.
         """
         if target is not None:
-            logits, hidden = self.forward_step(shift_right(target, self.config.start_id), encoder_hidden)
-            return torch.log_softmax(logits, dim=-1), hidden, None
+            outputs, hidden = self.forced(encoder_hidden, target)
+            return torch.log_softmax(self.out(outputs), dim=-1), hidden, None
         token = torch.full((encoder_outputs.size(0), 1), self.config.start_id, device=encoder_outputs.device)
         hidden, steps = encoder_hidden, []
         for _ in range(self.config.max_length):
-            logits, hidden = self.forward_step(token, hidden)  # (B, 1, V)
+            output, hidden = self.forward_step(token, hidden)  # (B, 1, H)
+            logits = self.out(output)  # (B, 1, V)
             token = logits.argmax(dim=-1)
             steps.append(logits)
         return torch.log_softmax(torch.cat(steps, dim=1), dim=-1), hidden, None
@@ -99,6 +105,24 @@ class AttnDecoderRNN(nn.Module):
         output, hidden = self.gru(torch.cat([embedded, context], dim=-1), hidden)
         return output, hidden, weights
 
+    def forced(
+        self,
+        encoder_outputs: Float[Tensor, "B S H"],
+        encoder_hidden: Float[Tensor, "1 B H"],
+        target: Int[Tensor, "B T"],
+        src_mask: Bool[Tensor, "B S"] | None,
+    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "1 B H"], Float[Tensor, "B T S"]]:
+        """As of `DecoderRNN`, and third the weights of attention."""
+        projected = self.attention.Ua(encoder_outputs)  # (B, S, H)
+        mask = None if src_mask is None else src_mask[:, None, :]  # (B, 1, S)
+        hidden, steps, weights = encoder_hidden, [], []
+        embedded = self.dropout(self.embedding(shift_right(target, self.config.start_id)))  # (B, T, H)
+        for x in embedded.split(1, dim=1):
+            output, hidden, row = self.forward_step(x, hidden, encoder_outputs, projected, mask)
+            steps.append(output)
+            weights.append(row)
+        return torch.cat(steps, dim=1), hidden, torch.cat(weights, dim=1)
+
     def forward(
         self,
         encoder_outputs: Float[Tensor, "B S H"],
@@ -107,17 +131,12 @@ class AttnDecoderRNN(nn.Module):
         src_mask: Bool[Tensor, "B S"] | None = None,
     ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, "1 B H"], Float[Tensor, "B T S"]]:
         """As of `DecoderRNN`, and third the weights of attention. `src_mask` is False where attention may not look."""
+        if target is not None:
+            outputs, hidden, weights = self.forced(encoder_outputs, encoder_hidden, target, src_mask)
+            return torch.log_softmax(self.out(outputs), dim=-1), hidden, weights
         projected = self.attention.Ua(encoder_outputs)  # (B, S, H)
         mask = None if src_mask is None else src_mask[:, None, :]  # (B, 1, S)
         hidden, steps, weights = encoder_hidden, [], []
-        if target is not None:
-            embedded = self.dropout(self.embedding(shift_right(target, self.config.start_id)))  # (B, T, H)
-            for x in embedded.split(1, dim=1):
-                output, hidden, row = self.forward_step(x, hidden, encoder_outputs, projected, mask)
-                steps.append(output)
-                weights.append(row)
-            logits = self.out(torch.cat(steps, dim=1))  # (B, T, V)
-            return torch.log_softmax(logits, dim=-1), hidden, torch.cat(weights, dim=1)
         token = torch.full((encoder_outputs.size(0), 1), self.config.start_id, device=encoder_outputs.device)
         for _ in range(self.config.max_length):
             x = self.dropout(self.embedding(token))  # (B, 1, H)
@@ -145,6 +164,11 @@ class Seq2Seq(nn.Module):
         encoder_outputs, encoder_hidden = self.encoder(src)
         return self.decoder(encoder_outputs, encoder_hidden, target)
 
+    def hidden_states(self, src: Int[Tensor, "B S"], target: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
+        """What `decoder.out` makes the logits at the target's steps of."""
+        _, encoder_hidden = self.encoder(src)
+        return self.decoder.forced(encoder_hidden, target)[0]
+
     def next_log_probs(self, src: Int[Tensor, "B S"], prefix: Int[Tensor, "B T"]) -> Float[Tensor, "B V"]:
         """The log probability of every next token after a prefix, the whole model run anew."""
         return self(src, prefix.roll(-1, dims=1))[0][:, -1]  # of the target, all but the last is read
@@ -169,6 +193,11 @@ class AttnSeq2Seq(nn.Module):
         """What the decoder returns."""
         encoder_outputs, encoder_hidden = self.encoder(src)
         return self.decoder(encoder_outputs, encoder_hidden, target, self.source_mask(src))
+
+    def hidden_states(self, src: Int[Tensor, "B S"], target: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
+        """What `decoder.out` makes the logits at the target's steps of."""
+        encoder_outputs, encoder_hidden = self.encoder(src)
+        return self.decoder.forced(encoder_outputs, encoder_hidden, target, self.source_mask(src))[0]
 
     def next_log_probs(self, src: Int[Tensor, "B S"], prefix: Int[Tensor, "B T"]) -> Float[Tensor, "B V"]:
         """The log probability of every next token after a prefix, the whole model run anew."""

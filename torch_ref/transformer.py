@@ -50,18 +50,22 @@ class Transformer(nn.Module):
             x = layer(x, src_mask)  # (B, S, D)
         return x
 
-    def forward(self, src: Int[Tensor, "B S"], tgt: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
-        """Source and target ids to logits of the next target token at every position.
-
-        Raises IndexError for more positions than the table has, or for an id outside its vocabulary.
-        """
+    def hidden_states(self, src: Int[Tensor, "B S"], tgt: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        """Source and target ids to the decoder's output, which `fc` makes logits of. Errors as below."""
         src_mask, tgt_mask = self.generate_mask(src, tgt)
         enc_output = self.encode(src, src_mask)  # (B, S, D)
         x = self.positional_encoding(self._scaled(self.decoder_embedding(tgt)))  # (B, T, D)
         x = self.dropout(x)
         for layer in self.decoder_layers:
             x = layer(x, enc_output, src_mask, tgt_mask)  # (B, T, D)
-        return self.fc(x)
+        return x
+
+    def forward(self, src: Int[Tensor, "B S"], tgt: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+        """Source and target ids to logits of the next target token at every position.
+
+        Raises IndexError for more positions than the table has, or for an id outside its vocabulary.
+        """
+        return self.fc(self.hidden_states(src, tgt))
 
     def _scaled(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         return x * sqrt(self.config.d_model) if self.config.scale_embeddings else x

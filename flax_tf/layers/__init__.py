@@ -3,6 +3,7 @@
 from flax_tf.layers.attention import MultiHeadAttention, attend
 from flax_tf.layers.basic import GELU, Buffer, Embedding, Linear, ReLU, TiedLinear, check_ids
 from flax_tf.layers.convolution import Conv, ConvTranspose
+from flax_tf.layers.dropout import Dropout
 from flax_tf.layers.normalization import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from flax_tf.layers.recurrent import GRU, LSTM
 
@@ -14,6 +15,7 @@ __all__ = [
     "Buffer",
     "Conv",
     "ConvTranspose",
+    "Dropout",
     "Embedding",
     "GroupNorm",
     "LayerNorm",

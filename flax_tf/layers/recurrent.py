@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from flax_tf.layers.basic import uniform
+from flax_tf.layers.dropout import Dropout
 
 
 class _Recurrent(nnx.Module):
@@ -61,8 +62,8 @@ class _Recurrent(nnx.Module):
         """All layers and directions over a sequence. Each of `states` is [layers * directions, B, H]."""
         ends = []
         for layer in range(self.num_layers):
-            if layer:
-                x = nnx.Dropout(self.dropout, deterministic=self.deterministic)(x, rngs=rngs)
+            if layer and not self.deterministic:
+                x = Dropout(self.dropout)(x, rngs=rngs)
             outputs = []
             for direction in self._directions():
                 start = tuple(state[len(ends)] for state in states)

@@ -13,6 +13,8 @@ import numpy as np
 from flax import nnx
 
 from flax_tf.errors import InputError
+from flax_tf.kernels import dropout as kernel
+from flax_tf.layers import Dropout
 from flax_tf.porting.convert import torch_modules
 from flax_tf.porting.files import numpy_to_torch
 
@@ -165,7 +167,7 @@ def _torch_dropout(module: "torch.nn.Module", source: _Source) -> Generator[None
 def replaying_dropout(
     module: nnx.Module, masks: Mapping[str, Sequence[Mask]], rename: Mapping[str, str | None] | None = None
 ) -> Generator[list[str]]:
-    """For the block, every `nnx.Dropout` and `nnx.MultiHeadAttention` of the tree drops by PyTorch's masks.
+    """For the block, every `nnx.Dropout` (ours too) and `nnx.MultiHeadAttention` of the tree drops by PyTorch's masks.
 
     A layer takes the masks of its own path; where PyTorch has none under it, those of its parent's path, as the
     counterpart of a function called by the parent's forward. It keeps its own rate and arithmetic and needs no `rngs`.
@@ -184,7 +186,7 @@ def replaying_dropout(
     differences: list[str] = []
     layers: list[Any] = []  # those that are being called, from the outside in
     scans = [0]
-    bernoulli, scan = jax.random.bernoulli, jax.lax.scan
+    bernoulli, keep_mask, scan = jax.random.bernoulli, kernel.keep_mask, jax.lax.scan
 
     def note(line: str) -> None:
         if line not in differences:
@@ -233,6 +235,9 @@ def replaying_dropout(
             return jnp.ones(shape, bool)
         return keep
 
+    def our_recorded_mask(key: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
+        return recorded_mask(key, 1 - rate, shape) if layers else keep_mask(key, shape, rate)
+
     def counted_scan(*args: Any, **kwargs: Any) -> Any:
         scans[0] += 1
         try:
@@ -241,9 +246,10 @@ def replaying_dropout(
             scans[0] -= 1
 
     with contextlib.ExitStack() as restored:
-        for cls in (nnx.Dropout, nnx.MultiHeadAttention):
+        for cls in (nnx.Dropout, Dropout, nnx.MultiHeadAttention):
             _patch(restored, cls, "__call__", tracked(cls.__call__))
         _patch(restored, jax.random, "bernoulli", recorded_mask)
+        _patch(restored, kernel, "keep_mask", our_recorded_mask)
         _patch(restored, jax.lax, "scan", counted_scan)
         yield differences
     for path, left in queues.items():

@@ -1,0 +1,1 @@
+"""Functions of arrays, written for speed and memory; the tests compare each with its plain form."""
