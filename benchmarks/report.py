@@ -22,10 +22,11 @@ with {memory_gb} GB: {versions}.
 
 Each side of each row runs in fresh processes, in turn, for several rounds. PyTorch is the reference of `torch_ref` as
 it is, run as one does who knows PyTorch: fused optimizers, gradients set to None, inference mode, and in generation a
-hand-written cache of keys and values, with a classifier that sees the last position alone. Both sides compute in
-float32 on all cores. A time is the median over the rounds of the median step of a process, after two calls to warm up;
-in brackets are the fastest and the slowest round. Memory is the resident memory of the process at its highest, which
-holds the interpreter, the libraries and compilation too; the highest round counts.
+hand-written cache of keys and values with the heads' weights in one matrix, a classifier that sees the last position
+alone, and `torch.multinomial`. Both sides compute in float32 on all cores. A time is the median over the rounds of the
+median step of a process, after two calls to warm up; in brackets are the fastest and the slowest round. Memory is the
+resident memory of the process at its highest, which holds the interpreter, the libraries and compilation too; the
+highest round counts.
 """
 
 COMPILATION = """

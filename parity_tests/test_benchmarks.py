@@ -171,8 +171,9 @@ def test_the_cache_of_pytorch_has_the_reference_s_logits():
     caches = [torch.full((2, 2, 3, 11, 4), NAN, dtype=torch.float64) for _ in range(2)]
     with torch.no_grad():
         expected = model(tokens)
+        projections = [torch_cache.pack(layer.mha) for layer in model.transformer.transformer_layers]
         for start_, end in ((0, 7), (7, 8), (8, 9), (9, 10), (10, 11)):
-            logits = torch_cache.next_logits(model, tokens[:, start_:end], caches, start_)
+            logits = torch_cache.next_logits(model, projections, tokens[:, start_:end], caches, start_)
             # 1e-12: rounding of float64 over a few hundred terms
             torch.testing.assert_close(logits, expected[:, end - 1], rtol=1e-12, atol=1e-12)
 
