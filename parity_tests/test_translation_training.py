@@ -162,8 +162,10 @@ def test_a_hundred_steps_are_torchs(config) -> None:
         ours = flax_to_torch(model)
     for name, parameter in module.named_parameters():
         truth = parameter.detach().numpy()
-        # The contract of trajectories.
-        assert np.linalg.norm(ours[name] - truth) <= 1e-9 * np.linalg.norm(truth), name
+        # The contract of trajectories. The bias that softmax takes out has a gradient of rounding alone, which Adam
+        # makes larger: in either framework it has moved by about 1e-10.
+        scale = 1.0 if name == "decoder.attention.Va.bias" else np.linalg.norm(truth)
+        assert np.linalg.norm(ours[name] - truth) <= 1e-9 * scale, name
 
 
 @pytest.mark.parametrize("config", [RNN, ATTN_RNN], ids=lambda config: config.arch)
