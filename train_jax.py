@@ -27,7 +27,8 @@ from flax_tf.training.optimizer import build_optimizer, learning_rates
 from flax_tf.training.run_directory import check_run_dir, check_same_run, identify
 from flax_tf.training.sharding import data_mesh, replicate, shard
 from flax_tf.training.step import TrainState, forget_loss, start
-from flax_tf.training.task import HostBatch, Task
+from flax_tf.training.stepper import Stepper
+from flax_tf.training.task import Task
 from flax_tf.training.translation import translation
 
 PROG = "train_jax.py"
@@ -73,24 +74,30 @@ def train(config: RunConfig, settings: str) -> int:
             print(source.about)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         print(f"{parameters:,} parameters, {mesh.size} {jax.default_backend()} device(s), {total_steps:,} steps")
-        # One program for each shape of a batch, and none is made later.
-        programs = {shapes(batch): steps.train.lower(state, shard(mesh, batch)).compile() for batch in task.shapes}
+        counted = float(state.token_count)
+        intervals = config.log_interval, config.eval_interval, config.checkpoint_interval
+        # One program for each shape of a batch (two with steps_per_call), and none is made later.
+        stepper = Stepper(state, steps.train, mesh, task.shapes, config.steps_per_call)
         with Metrics(run_dir, step, total_steps) as metrics:
-            clock, counted = time.perf_counter(), float(state.token_count)
+            clock = time.perf_counter()
             while step < total_steps:
-                batch: Any = task.train_batches[step]
-                state = programs[shapes(batch)](state, shard(mesh, batch))
-                step += 1
+                stop_at = min(total_steps, *(next_multiple(step, interval) for interval in intervals))
+                upcoming = stepper.upcoming(step, stop_at)
+                batches: Any = [task.train_batches[each] for each in upcoming]
+                stepper.take(batches)
+                step = upcoming.stop
                 last = step == total_steps
                 if last or step % config.log_interval == 0:
+                    state = stepper.state
                     check_finite(state)  # waits for the device, which is done nowhere else in between
                     tokens = float(state.token_count)
                     rate = np.asarray(learning_rate(step - 1)).item()
                     seconds = time.perf_counter() - clock
                     metrics.train(step, float(state.loss_sum) / tokens, rate, (tokens - counted) / seconds)
-                    state = forget_loss(state)
+                    stepper.state = forget_loss(state)
                     clock, counted = time.perf_counter(), 0.0
                 if last or step % config.eval_interval == 0:
+                    state = stepper.state
                     check_finite(state)
                     batches = task.valid_batches if last else task.valid_batches[: config.eval_batches]
                     sums = [steps.evaluate(state.params, shard(mesh, batch)) for batch in batches]
@@ -100,13 +107,14 @@ def train(config: RunConfig, settings: str) -> int:
                     clock, counted = time.perf_counter(), float(state.token_count)
                 stop = interrupted()
                 if last or stop or step % config.checkpoint_interval == 0:
+                    state = stepper.state
                     check_finite(state)
                     checkpoints.save(state, about)
                     clock, counted = time.perf_counter(), float(state.token_count)
                 if stop and not last:
                     raise KeyboardInterrupt
 
-        nnx.update(model, state.params)
+        nnx.update(model, stepper.state.params)
         finish(task, run_dir, model)
     return OK
 
@@ -121,9 +129,9 @@ def prepare(config: RunConfig, devices: int) -> Task:
     raise TypeError(type(config))
 
 
-def shapes(batch: HostBatch) -> tuple[tuple[int, ...], ...]:
-    """Those of the arrays of a batch: what a compiled step can take is known by them."""
-    return tuple(array.shape for array in batch.values())
+def next_multiple(step: int, interval: int) -> int:
+    """The first multiple of `interval` after `step`."""
+    return step - step % interval + interval
 
 
 def check_finite(state: TrainState) -> None:

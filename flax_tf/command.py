@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 from jsonargparse import ArgumentParser
 
+from flax_tf.compilation import keep_programs
 from flax_tf.errors import InputError
 
 OK, DIFFERENT, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -69,6 +70,7 @@ def run(name: str, command: Callable[[], int]) -> int:
     What the library logs (stripped prefixes, lossy casts) is printed on stderr as well.
     """
     logging.basicConfig(format=f"{name}: %(message)s", stream=sys.stderr, level=logging.WARNING)
+    keep_programs()
     try:
         code = command()
         sys.stdout.flush()  # while it can still be told that the pipe is closed or the disk full

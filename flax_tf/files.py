@@ -9,6 +9,13 @@ from pathlib import Path
 from flax_tf.errors import InputError
 
 
+def cache_directory() -> Path:
+    """Where what can be made again is kept: $FLAX_TF_CACHE, or $XDG_CACHE_HOME/flax_tf, or ~/.cache/flax_tf."""
+    if own := os.environ.get("FLAX_TF_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flax_tf"
+
+
 def check_file(path: str | os.PathLike) -> None:
     """Raises InputError if there is a directory in the way of a file to write."""
     if Path(path).is_dir():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flax_tf.data.batches import check_ids, prepare, steps_per_epoch, train_batches, valid_batches
-from flax_tf.data.cache import cache_directory, cached
+from flax_tf.data.cache import cached
 from flax_tf.data.config import TextDataConfig
 from flax_tf.data.tokenizer import bpe_tokenizer, char_tokenizer
 from flax_tf.errors import InputError

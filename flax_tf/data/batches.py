@@ -13,12 +13,13 @@ from jaxtyping import Int, Integer
 from rich.status import Status
 from tokenizers import Tokenizer
 
-from flax_tf.data.cache import TokenizedText, cache_directory, cached
+from flax_tf.data.cache import TokenizedText, cached
 from flax_tf.data.config import TextDataConfig
 from flax_tf.data.progress import waiting
 from flax_tf.data.text import Documents, load_documents
 from flax_tf.data.tokenizer import bpe_tokenizer, char_tokenizer, load_tokenizer, vocabulary_size
 from flax_tf.errors import InputError
+from flax_tf.files import cache_directory
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class TextData:
 
 
 def prepare(config: TextDataConfig, seq_length: int, cache_dir: str | Path | None = None) -> TextData:
-    """Reads and tokenises the text (or finds it in the cache: `cache.cache_directory`), splits it and cuts it.
+    """Reads and tokenises the text (or finds it in the cache: `files.cache_directory`), splits it and cuts it.
 
     Raises InputError if the text can't be had, or if a split is too short for a window of T + 1 tokens.
     """

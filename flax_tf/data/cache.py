@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +33,6 @@ class TokenizedText:
 
     key: str
     """A hash of all that the ids depend on."""
-
-
-def cache_directory() -> Path:
-    """$FLAX_TF_CACHE, or $XDG_CACHE_HOME/flax_tf, or ~/.cache/flax_tf."""
-    if own := os.environ.get("FLAX_TF_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flax_tf"
 
 
 def cached(

@@ -12,11 +12,12 @@ from jaxtyping import Int
 from rich.status import Status
 from tokenizers import Tokenizer, normalizers
 
-from flax_tf.data.cache import TokenizedText, cache_directory, cached
+from flax_tf.data.cache import TokenizedText, cached
 from flax_tf.data.pairs import Pair, PairDataConfig, PairTexts, Split, load_pairs
 from flax_tf.data.progress import waiting
 from flax_tf.data.tokenizer import bpe_tokenizer, char_tokenizer, load_tokenizer, vocabulary_size
 from flax_tf.errors import InputError
+from flax_tf.files import cache_directory
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class PairData:
 
 
 def prepare_pairs(config: PairDataConfig, special: SpecialIds, cache_dir: str | Path | None = None) -> PairData:
-    """Reads and tokenises the pairs (or finds them in the cache: `cache.cache_directory`).
+    """Reads and tokenises the pairs (or finds them in the cache: `files.cache_directory`).
 
     Pairs with an empty side and pairs longer than `config.max_length` are left out of every split, counted, and
     reported by a warning. Raises InputError if the pairs can't be had, if a split has none left, or if a special id

@@ -86,6 +86,9 @@ class RunConfig:
     """How often to go through the training split. null: as often as steps takes."""
     batch_size: int = 32
     """Sequences in a batch B, over all devices (for pairs, unless data.tokens_per_batch is set)."""
+    steps_per_call: int = 1
+    """Steps that are one call of the device, where their batches have one shape: more are faster for models so small
+    that the device waits for the host. An interruption waits for the end of the call."""
     log_interval: int = 10
     """Steps between two logged training losses, each the mean over those steps."""
     eval_interval: int = 250
@@ -98,7 +101,7 @@ class RunConfig:
     """The optimizer"""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "log_interval", "eval_interval", "checkpoint_interval"):
+        for name in ("batch_size", "steps_per_call", "log_interval", "eval_interval", "checkpoint_interval"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}: it must be at least 1")
         for name in ("steps", "eval_batches"):

@@ -15,6 +15,7 @@ _FREE = (
     "preset",
     "run_dir",
     "resume",
+    "steps_per_call",
     "log_interval",
     "eval_interval",
     "eval_batches",

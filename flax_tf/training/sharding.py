@@ -26,6 +26,6 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
-def shard(mesh: Mesh, batch: Any) -> Any:
-    """The batch with its first axis spread over the devices."""
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+def shard(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
+    """The batch with its first axis, or another, spread over the devices."""
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(*[None] * axis, "data")))

@@ -1,0 +1,38 @@
+"""Compiled programs are kept, so that the next process begins where this one began to compute."""
+
+import logging
+import os
+import warnings
+
+import jax
+
+from flax_tf.files import cache_directory
+
+# The least recently used make room beyond this.
+_MOST_BYTES = 2 << 30
+
+log = logging.getLogger(__name__)
+
+
+def keep_programs() -> None:
+    """Turns JAX's persistent compilation cache on, in `compiled` of the cache directory.
+
+    A directory that the user has set (`JAX_COMPILATION_CACHE_DIR`, or in `jax.config`) stays; an empty one is none.
+    Where nothing can be written, programs are compiled anew, without a word on each.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.jax_compilation_cache_dir:
+        return
+    directory = cache_directory() / "compiled"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        writable = os.access(directory, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        log.warning("%s can't be written: programs will be compiled anew by every process", directory)
+        return
+    # A full disk, or a damaged entry: the program is compiled, as without a cache.
+    warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
