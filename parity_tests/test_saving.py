@@ -1,6 +1,8 @@
 """Saved directories: either framework loads what was saved, whole and in the same precision, or says what is wrong."""
 
 import json
+import mmap
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,17 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from models import BACKBONE, BLOCK, LANGUAGE_MODEL, ids, reference, twin
+from models import BACKBONE, BLOCK, LANGUAGE_MODEL, ids, reference, state_arrays, twin
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 import flax_tf
 import torch_ref.saving
+from flax_tf.config import LanguageModelConfig, config_to_dict
 from flax_tf.data.tokenizer import char_tokenizer
 from flax_tf.errors import InputError
-from flax_tf.porting import flax_to_torch, read_weights
-from flax_tf.saving import cast, from_pretrained, read_config, save_pretrained
+from flax_tf.porting import flax_to_torch, memory, read_weights
+from flax_tf.saving import build, cast, from_pretrained, read_config, save_pretrained
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -244,3 +247,63 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="vocab_size is null"):
         from_pretrained(tmp_path)
+
+
+LARGE = LanguageModelConfig(vocab_size=20_011, max_seq_length=17, d_model=30, num_heads=2, num_layers=1)
+
+
+@pytest.mark.parametrize("spoil", ["cut short", "overwritten", "replaced"])
+def test_a_model_is_independent_of_the_file_that_it_was_loaded_from(tmp_path: Path, spoil: str) -> None:
+    """Of the tables and kernels, the embedding and the classifier are large; the second is transposed."""
+    module = reference(LARGE)
+    expected = state_arrays(module)
+    save_file(module.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(LARGE)))
+    assert expected["classifier.weight"].nbytes > memory._LARGE
+    model = from_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    if spoil == "cut short":
+        os.truncate(file, 0)
+    elif spoil == "overwritten":
+        with file.open("r+b") as stream:
+            stream.write(bytes(file.stat().st_size))
+    else:
+        save_pretrained(build(LARGE, seed=1), tmp_path)
+    found = flax_to_torch(model)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.array_equal(found[name], array), name
+
+
+def test_large_arrays_are_copied_once_and_shared_with_nothing() -> None:
+    rng = np.random.default_rng(0)
+    base = rng.random((3, 1009, 1013), np.float32)
+    views = [
+        base,
+        base[0].T,
+        base.transpose(1, 2, 0),
+        base[:, ::-1],
+        base[1, 1:, :5],
+        np.float32(-0.0)[None],
+        base[:, :0],
+    ]
+    views += [base.astype(ml_dtypes.bfloat16).transpose(2, 0, 1), base.astype(np.float16)]
+    expected = [view.copy() for view in views]
+    arrays = [memory.to_jax(view) for view in views]
+    base[:] = 0
+    for array, copy in zip(arrays, expected, strict=True):
+        assert array.dtype == copy.dtype and array.shape == copy.shape
+        assert np.asarray(array).tobytes() == copy.tobytes()
+    array = memory.to_jax(expected[0])
+    doubled = jax.jit(lambda x: x + x, donate_argnums=0)(array)  # the memory is JAX's to reuse
+    assert np.array_equal(doubled, expected[0] + expected[0])
+
+
+def test_what_was_copied_from_a_file_is_let_go_of_and_can_be_read_again(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).random(3_000_017, np.float32)
+    (tmp_path / "file").write_bytes(b"12345678" + data.tobytes())
+    with (tmp_path / "file").open("rb") as file:
+        mapped = memory.FileMap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    view = np.frombuffer(mapped, np.uint8)[8:].view(np.float32)[5:].reshape(4, -1)
+    for _ in range(2):
+        assert np.array_equal(memory.to_jax(view.T), data[5:].reshape(4, -1).T)

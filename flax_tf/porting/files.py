@@ -2,6 +2,7 @@
 
 import json
 import logging
+import mmap
 import os
 import re
 import zipfile
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from flax_tf.errors import InputError
+from flax_tf.porting.memory import FileMap
 
 logger = logging.getLogger("flax_tf")
 
@@ -40,8 +42,10 @@ SAFETENSORS_DTYPES: dict[str, Any] = {
 def read_weights(path: str | os.PathLike) -> dict[str, np.ndarray]:
     """The tensors of a weight file, a sharded index, or a directory that holds either.
 
-    Safetensors are mapped into memory: nothing is read until an array is used. PyTorch's files are opened with
-    `weights_only=True`, which runs no code from the file, and need torch. bfloat16 comes as `ml_dtypes.bfloat16`.
+    Safetensors are mapped into memory: nothing is read until an array is used, and until then the file must not be cut
+    short (the system would end the process) or changed; to replace it by another under its name is fine. PyTorch's
+    files are opened with `weights_only=True`, which runs no code from the file, and need torch. bfloat16 comes as
+    `ml_dtypes.bfloat16`.
     Raises InputError for a path that is missing, damaged, unsafe to open or of an unknown kind.
     """
     path = Path(path)
@@ -112,8 +116,8 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     if unknown:
         raise InputError(f"{path} has tensors of dtype {', '.join(unknown)}, which cannot be ported")
     start = 8 + size
-    # An empty tensor set leaves nothing to map.
-    data = np.memmap(path, np.uint8, "r", offset=start) if path.stat().st_size > start else np.empty(0, np.uint8)
+    with path.open("rb") as file:
+        data = np.frombuffer(FileMap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
     return {
         name: data[slice(*entry["data_offsets"])].view(SAFETENSORS_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in header.items()

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from flax_tf.errors import InputError
+from flax_tf.porting.memory import to_jax
 from flax_tf.porting.rename import Path, Rename, join, split
 from flax_tf.porting.rules import Tensor, rule_of
 
@@ -48,8 +48,7 @@ class Slot:
             if len(self.variables) > 1:
                 stop = start + self.row.torch_shape(shape)[0]
                 part, start = array[start:stop], stop
-            # jnp.array copies: the value may be a view of a file or of memory that PyTorch goes on training.
-            variable.set_value(jnp.array(self.row.to_flax(part, shape)))
+            variable.set_value(to_jax(self.row.to_flax(part, shape)))
 
 
 class Tree:
