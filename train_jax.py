@@ -26,7 +26,7 @@ from flax_tf.training.metrics import Metrics, describe, plot_losses, read_rows
 from flax_tf.training.optimizer import build_optimizer, learning_rates
 from flax_tf.training.run_directory import check_run_dir, check_same_run, identify
 from flax_tf.training.sharding import data_mesh, replicate, shard
-from flax_tf.training.step import TrainState, forget_loss, start
+from flax_tf.training.step import TrainState, all_finite, forget_loss, start
 from flax_tf.training.stepper import Stepper
 from flax_tf.training.task import Task
 from flax_tf.training.translation import translation
@@ -136,7 +136,7 @@ def next_multiple(step: int, interval: int) -> int:
 
 def check_finite(state: TrainState) -> None:
     """Raises InputError if a loss or a gradient was not finite: such a state is neither logged nor saved."""
-    if not bool(state.finite):
+    if not bool(all_finite(state)):
         raise InputError(
             f"the loss became NaN or infinite by step {int(state.step)}: lower optimizer.learning_rate, or set "
             "optimizer.clip_norm, and start another run with --run_dir"

@@ -19,7 +19,10 @@ from flax_tf.porting.files import read_weights
 from flax_tf.saving import abstract, build
 from flax_tf.training.optimizer import build_optimizer
 from flax_tf.training.optimizer_config import OptimizerConfig
-from flax_tf.training.step import Batch, LossFunction, start
+from flax_tf.training.sharding import data_mesh, replicate
+from flax_tf.training.step import LossFunction, start
+from flax_tf.training.stepper import Stepper
+from flax_tf.training.task import HostBatch
 
 
 def block_forward(sizes: Sizes) -> Work:
@@ -36,24 +39,28 @@ def block_forward_backward(sizes: Sizes) -> Work:
     return Work(lambda: jax.block_until_ready(gradients(state, x))[0])
 
 
-def language_model_batch(config: LanguageModelConfig, batch_size: int) -> Batch:
+def language_model_batch(config: LanguageModelConfig, batch_size: int) -> HostBatch:
     ids = np.random.default_rng(0).integers(config.token_count(), size=(batch_size, config.max_seq_length + 1))
-    return {"inputs": jax.numpy.int32(ids[:, :-1]), "labels": jax.numpy.int32(ids[:, 1:])}
+    return {"inputs": ids[:, :-1].astype(np.int32), "labels": ids[:, 1:].astype(np.int32)}
 
 
-def transformer_batch(config: TransformerConfig, batch_size: int) -> Batch:
+def transformer_batch(config: TransformerConfig, batch_size: int) -> HostBatch:
     draw = partial(np.random.default_rng(0).integers, 1, size=(batch_size, config.max_seq_length), dtype=np.int32)
-    return jax.device_put({"source": draw(config.src_token_count()), "target": draw(config.tgt_token_count())})
+    return {"source": draw(config.src_token_count()), "target": draw(config.tgt_token_count())}
 
 
-def training(config: Config, optimizer: OptimizerConfig, loss: LossFunction, batch: Batch, steps: int = 1) -> Work:
+def training(config: Config, optimizer: OptimizerConfig, loss: LossFunction, batch: HostBatch, steps: int = 1) -> Work:
+    mesh = data_mesh(None)
     state, compiled = start(build(config), build_optimizer(optimizer, steps=1000), loss, seed=0)
+    state = replicate(mesh, state)
+    stepper: Stepper | None = None
 
     def run() -> jax.Array:
-        nonlocal state
+        nonlocal stepper
+        stepper = stepper or Stepper(state, compiled.train, mesh, [batch])  # which compiles: a part of the first call
         for _ in range(steps):
-            state = compiled.train(state, batch)
-        return jax.block_until_ready(state).loss_sum
+            stepper.take([batch])
+        return jax.block_until_ready(stepper.state).loss_sum
 
     return Work(run, steps)
 

@@ -28,7 +28,7 @@ class TrainState(NamedTuple):
     """The summed loss of the tokens since the last look, and below their number: nothing is fetched for each step."""
     token_count: Float[Array, ""]
     finite: Bool[Array, ""]
-    """Whether every loss, gradient and parameter was finite so far."""
+    """Whether every loss was finite so far. A gradient that was not shows in the parameters: see `all_finite`."""
 
 
 class Steps(NamedTuple):
@@ -43,6 +43,12 @@ class Steps(NamedTuple):
 def forget_loss(state: TrainState) -> TrainState:
     """The state with the sums of the loss back at zero."""
     return state._replace(loss_sum=jnp.zeros_like(state.loss_sum), token_count=jnp.zeros_like(state.token_count))
+
+
+@jax.jit
+def all_finite(state: TrainState) -> Bool[Array, ""]:
+    """Whether every loss so far and every parameter is finite: at the looks at a run, for it reads all parameters."""
+    return state.finite & jnp.isfinite(optax.tree.norm(state.params))
 
 
 def start(
@@ -78,7 +84,7 @@ def start(
             key=state.key,
             loss_sum=state.loss_sum + total,
             token_count=state.token_count + tokens,
-            finite=state.finite & jnp.isfinite(total) & jnp.isfinite(optax.tree.norm((grads, params))),
+            finite=state.finite & jnp.isfinite(total),
         )
 
     def evaluate(params: nnx.State, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:

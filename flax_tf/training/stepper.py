@@ -43,11 +43,11 @@ class Stepper:
             return jax.lax.scan(lambda leaves, batch: (train_one(leaves, batch), None), leaves, batches)[0]
 
         self._programs: dict[tuple[int, Shapes], Any] = {}
+        functions: dict[int, Callable[..., list[jax.Array]]] = {1: train_one}
+        if steps_per_call > 1:
+            functions[steps_per_call] = train_several
         for batch in examples:
-            for count, function in {
-                1: train_one,
-                steps_per_call: train_several if steps_per_call > 1 else train_one,
-            }.items():
+            for count, function in functions.items():
                 program = jax.jit(function, donate_argnums=0).lower(self._leaves, self._placed([batch] * count))
                 self._programs[count, shapes(batch)] = program.compile()
 

@@ -10,7 +10,8 @@ from models import BLOCK, LANGUAGE_MODEL
 
 import flax_tf.attention
 import flax_tf.block
-from flax_tf.masks import causal_mask
+import flax_tf.kernels.attention
+from flax_tf.masks import causal_mask, masked_softmax
 from sabotage.fault import INPUTS, Fault, Patch, in_model, with_call
 
 FAULTS: list[Fault] = []
@@ -65,14 +66,14 @@ def bias_dropped(model: Any, patch: Patch) -> None:
 @in_model(FAULTS, BLOCK, "(model)")
 def mask_off_by_one(model: Any, patch: Patch) -> None:
     """A causal mask that lets every position see the next."""
-    patch(flax_tf.block, "causal_mask", lambda length: jnp.tril(jnp.ones((length, length), bool), 1))
+    patch(flax_tf.kernels.attention, "causal_mask", lambda length: jnp.tril(jnp.ones((length, length), bool), 1))
 
 
 @in_model(FAULTS, BLOCK, "(model)")
 def no_self(model: Any, patch: Patch) -> None:
     """A causal mask without the diagonal."""
     patch(
-        flax_tf.block,
+        flax_tf.kernels.attention,
         "causal_mask",
         lambda length: jnp.tril(jnp.ones((length, length), bool), -1).at[0, 0].set(True),
     )
@@ -85,7 +86,7 @@ def heads_not_swapped_back(model: Any, patch: Patch) -> None:
     def attention(self, x):
         B, T, D = x.shape
         k, q, v = jnp.moveaxis(self.kqv_projection(x).reshape(B, T, 3, 3, 5), (2, 3), (0, 2))
-        scores = flax_tf.block.masked_softmax(jnp.einsum("bnth,bnsh->bnts", q, k) / sqrt(5), causal_mask(T))
+        scores = masked_softmax(jnp.einsum("bnth,bnsh->bnts", q, k) / sqrt(5), causal_mask(T))
         return self.output_mixer_projection((scores @ v).reshape(B, T, D))
 
     patch(flax_tf.block.Block, "attention", attention)

@@ -9,6 +9,7 @@ import numpy as np
 from models import ATTN_RNN, RNN, TRANSFORMER, reference, state_arrays
 
 import flax_tf.attention
+import flax_tf.kernels.attention
 import flax_tf.recurrent
 import flax_tf.transformer
 from flax_tf.layers import GRU
@@ -56,7 +57,7 @@ def masked_rows(model: Any, patch: Patch) -> None:
         weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), axis=-1)
         return jnp.where(mask.any(axis=-1, keepdims=True), weights, 0)
 
-    patch(flax_tf.attention, "masked_softmax", masked_softmax)
+    patch(flax_tf.kernels.attention, "masked_softmax", masked_softmax)
 
 
 @in_model(FAULTS, TRANSFORMER, "(model)")
