@@ -23,7 +23,9 @@ from flax_tf.errors import InputError
 from flax_tf.files import replacing
 from flax_tf.saving import build
 from flax_tf.training.optimizer import build_optimizer
-from flax_tf.training.step import start
+from flax_tf.training.sharding import data_mesh, replicate
+from flax_tf.training.step import all_finite, start
+from flax_tf.training.stepper import Stepper
 
 PROG = "gpu.py"
 DOCS = Path(__file__).parent.parent / "docs" / "performance_gpu.md"
@@ -40,16 +42,16 @@ attention) by what large bfloat16 matrix products reach on the same device: {pea
 def measure(case: Case, steps: int, peak: float) -> tuple[list[str], list[tuple[str, float]]]:
     """The case's cells of the table, and its profile."""
     state, compiled = start(build(case.config), build_optimizer(case.optimizer, 1000), in_bfloat16(case.loss), seed=0)
-    batch = case.batch()
     operations = case.operations(state.params)
+    batch, mesh = case.batch(), data_mesh(case.batch_size, jax.local_devices()[:1])
+    clock = time.perf_counter()
+    stepper = Stepper(replicate(mesh, state), compiled.train, mesh, [batch])
 
     def several(count: int) -> None:
-        nonlocal state
         for _ in range(count):
-            state = compiled.train(state, batch)
-        jax.block_until_ready(state)
+            stepper.take([batch])
+        jax.block_until_ready(stepper.state)
 
-    clock = time.perf_counter()
     several(1)
     first = time.perf_counter() - clock
     several(2)
@@ -59,7 +61,7 @@ def measure(case: Case, steps: int, peak: float) -> tuple[list[str], list[tuple[
         several(steps)
         times.append((time.perf_counter() - clock) / steps)
     seconds = statistics.median(times)
-    if not bool(state.finite):
+    if not bool(all_finite(stepper.state)):
         raise InputError(f"{case.name}: the loss became NaN or infinite")
     memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     cells = [

@@ -13,6 +13,7 @@ from flax_tf.config import LanguageModelConfig, TransformerConfig
 from flax_tf.loss import language_model_loss, sequence_loss
 from flax_tf.training.optimizer_config import OptimizerConfig
 from flax_tf.training.step import Batch, LossFunction
+from flax_tf.training.task import HostBatch
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Case:
     bar: str
     """What docs and project hold it to; "" for nothing."""
 
-    def batch(self) -> Batch:
+    def batch(self) -> HostBatch:
         if isinstance(self.config, LanguageModelConfig):
             return language_model_batch(self.config, self.batch_size)
         return transformer_batch(self.config, self.batch_size)

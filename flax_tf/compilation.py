@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from typing import Any
 
 import jax
 
@@ -20,7 +21,8 @@ def keep_programs() -> None:
     A directory that the user has set (`JAX_COMPILATION_CACHE_DIR`, or in `jax.config`) stays; an empty one is none.
     Where nothing can be written, programs are compiled anew, without a word on each.
     """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.jax_compilation_cache_dir:
+    config: Any = jax.config  # whose settings its annotations do not know
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.jax_compilation_cache_dir:
         return
     directory = cache_directory() / "compiled"
     try:
@@ -33,6 +35,6 @@ def keep_programs() -> None:
         return
     # A full disk, or a damaged entry: the program is compiled, as without a cache.
     warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    config.update("jax_compilation_cache_dir", str(directory))
+    config.update("jax_compilation_cache_max_size", _MOST_BYTES)
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
