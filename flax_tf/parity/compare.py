@@ -15,7 +15,7 @@ from flax import nnx
 
 from flax_tf.errors import InputError
 from flax_tf.parity import tolerances
-from flax_tf.parity.dropout import recording_dropout, replaying_dropout_torch
+from flax_tf.parity.dropout import Masks, recording_dropout, replaying_dropout_torch
 from flax_tf.parity.flax_side import run_flax
 from flax_tf.parity.measure import Measure, channels_last_array
 from flax_tf.parity.report import Report
