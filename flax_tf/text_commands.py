@@ -216,6 +216,8 @@ def _continue(
 class Shown:
     """A text on stdout that grows with its tokens; in all, what printing it once at the end would print.
 
+    Where a later token changes what stands there, the text begins again on a new line.
+
     The whole text is decoded every time, because what a token stands for depends on those before it (a space before a
     word, bytes of one character). A character whose bytes are not all there decodes to U+FFFD, and waits.
     """
@@ -234,6 +236,9 @@ class Shown:
         print()
 
     def _print(self, text: str) -> None:
+        if not text.startswith(self.printed):  # what follows changed it, as some tokenizers join "do n ' t"
+            print()
+            self.printed = ""
         print(text[len(self.printed) :], end="", flush=True)
         self.printed = text
 

@@ -208,6 +208,15 @@ def test_a_character_is_shown_when_its_bytes_are_complete(capsys: pytest.Capture
     assert capsys.readouterr().out == tokenizer.decode(ids[:3]) + "\n"
 
 
+def test_a_text_that_a_later_token_changes_begins_again(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["do", "do n", "don't", "don't go"]  # as word pieces are joined
+    shown = Shown(lambda ids: texts[len(ids) - 1])
+    for count in (1, 2, 3):
+        shown.grow([0] * count)
+    shown.end([0] * 4)
+    assert capsys.readouterr().out == "do n\ndon't go\n"
+
+
 def wrong_inputs() -> list[Any]:
     """(what is prepared in the directory, the command, what the line must hold)."""
 
