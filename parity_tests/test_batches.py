@@ -19,6 +19,7 @@ from flax_tf.data.cache import cached
 from flax_tf.data.config import TextDataConfig
 from flax_tf.data.tokenizer import bpe_tokenizer, char_tokenizer
 from flax_tf.errors import InputError
+from flax_tf.files import cache_directory
 
 T, BATCH = 7, 5
 
