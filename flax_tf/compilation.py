@@ -1,8 +1,11 @@
 """Compiled programs are kept, so that the next process begins where this one began to compute."""
 
+import hashlib
 import logging
 import os
+import platform
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +27,7 @@ def keep_programs() -> None:
     config: Any = jax.config  # whose settings its annotations do not know
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.jax_compilation_cache_dir:
         return
-    directory = cache_directory() / "compiled"
+    directory = cache_directory() / "compiled" / _processor()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         writable = os.access(directory, os.W_OK | os.X_OK)
@@ -38,3 +41,12 @@ def keep_programs() -> None:
     config.update("jax_compilation_cache_dir", str(directory))
     config.update("jax_compilation_cache_max_size", _MOST_BYTES)
     config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _processor() -> str:
+    """A name for the processor's instructions: home directories are shared by machines that differ in them."""
+    about = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")  # Linux
+    if cpuinfo.is_file():
+        about += next((line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(about.encode()).hexdigest()[:8]

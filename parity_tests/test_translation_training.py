@@ -329,7 +329,7 @@ def test_compilations_are_bounded_by_the_buckets(room: Path, caplog: pytest.LogC
         done = train(room, "--config", "transformer.yaml", *flags)
     assert done.code == 0, done.err
     compiled = [record.getMessage() for record in caplog.records]
-    for name, most in (("train", 3), ("evaluate", 3), ("_greedy", 3), ("_beam", 3)):
+    for name, most in (("train_one", 3), ("evaluate", 3), ("_greedy", 3), ("_beam", 3)):
         count = sum(message.startswith(f"Finished XLA compilation of jit({name})") for message in compiled)
         assert 1 <= count <= most, name
 
