@@ -135,7 +135,7 @@ def next_multiple(step: int, interval: int) -> int:
 
 
 def check_finite(state: TrainState) -> None:
-    """Raises InputError if a loss or a gradient was not finite: such a state is neither logged nor saved."""
+    """Raises InputError if a loss or a parameter is not finite: such a state is neither logged nor saved."""
     if not bool(all_finite(state)):
         raise InputError(
             f"the loss became NaN or infinite by step {int(state.step)}: lower optimizer.learning_rate, or set "

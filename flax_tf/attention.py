@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_tf.config import BackboneConfig, RNNConfig, TransformerConfig
-from flax_tf.kernels.attention import attention, form
+from flax_tf.kernels.attention import attention, attention_weights, form, plain
 from flax_tf.layers import Buffer, Dropout, Linear
 from flax_tf.masks import masked_softmax
 
@@ -93,8 +93,7 @@ class PerHeadAttention(nnx.Module):
             jax.lax.dynamic_update_slice_in_dim(room, array, slot, axis=2)
             for room, array in zip(cache, (k, v), strict=True)
         )  # each (B, N, L, H)
-        scores = jnp.einsum("bnth,bnsh->bnts", q, keys) / sqrt(q.shape[-1])  # (B, N, 1, L)
-        mixed = masked_softmax(scores, seen[:, None, None]) @ values  # (B, N, 1, H)
+        mixed = plain(q, keys, values, seen[:, None, None])  # (B, N, 1, H)
         return self.linear_proj(mixed.reshape(x.shape)), (keys, values)
 
 
@@ -127,9 +126,7 @@ class MultiHeadAttention(nnx.Module):
         self, query: Float[Array, "B T D"], k: Float[Array, "B N S H"], mask: Bool[Array, "#B 1 #T S"] | None
     ) -> Float[Array, "B N T S"]:
         """How much every query attends to every key; a row sums to 1."""
-        q = self.split_heads(self.W_q(query))  # (B, N, T, H)
-        scores = jnp.einsum("bnth,bnsh->bnts", q, k) / sqrt(q.shape[-1])  # (B, N, T, S)
-        return jax.nn.softmax(scores, axis=-1) if mask is None else masked_softmax(scores, mask)
+        return attention_weights(self.split_heads(self.W_q(query)), k, mask)
 
     def attend(
         self,

@@ -205,11 +205,12 @@ def _continue(
 
     def grow(new: list[np.ndarray]) -> None:
         ids.extend(i for i in new[0].tolist() if i not in stop_ids)
-        if encoder and sys.stdout.isatty():
-            shown.grow(ids)
+        shown.grow(ids)
 
-    generate_tokens(model, [prompt_array], max_tokens, greedy=greedy, stop_ids=stop_ids, on_tokens=grow, **options)
-    shown.end(ids)
+    if encoder and sys.stdout.isatty():
+        options["on_tokens"] = grow  # in small parts, which take longer
+    (text,) = generate_tokens(model, [prompt_array], max_tokens, greedy=greedy, stop_ids=stop_ids, **options)
+    shown.end(prompt_array.tolist() + [i for i in text[len(prompt_array) :].tolist() if i not in stop_ids])
     return OK
 
 

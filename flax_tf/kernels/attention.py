@@ -62,8 +62,15 @@ def plain(
     mask: Bool[Array, "#B #N #T S"] | None = None,
 ) -> Float[Array, "B N T H"]:
     """The formula as it stands, with all scores in memory."""
+    return attention_weights(q, k, mask) @ v
+
+
+def attention_weights(
+    q: Float[Array, "B N T H"], k: Float[Array, "B N S H"], mask: Bool[Array, "#B #N #T S"] | None = None
+) -> Float[Array, "B N T S"]:
+    """softmax(QKᵀ/√H): how much every query attends to every key; a row sums to 1."""
     scores = jnp.einsum("bnth,bnsh->bnts", q, k) / sqrt(q.shape[-1])  # (B, N, T, S)
-    return (jax.nn.softmax(scores, axis=-1) if mask is None else masked_softmax(scores, mask)) @ v
+    return jax.nn.softmax(scores, axis=-1) if mask is None else masked_softmax(scores, mask)
 
 
 def _joined(mask: Array | None, causal: bool, length: int) -> Array | None:
