@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -56,9 +57,22 @@ def build(config: Config, seed: int = 0) -> Any:
     return MODELS[type(config)](config, rngs=nnx.Rngs(seed))
 
 
+class _OneKey(nnx.RngStream):
+    """Always the same key: shapes don't depend on it, and to trace a count of keys costs more than all the rest."""
+
+    def __call__(self) -> jax.Array:
+        return self.key[...]
+
+
 def abstract(config: Config) -> Any:
     """The model's tree with shapes and dtypes in place of arrays, for `torch_to_flax` to fill."""
-    return nnx.eval_shape(lambda: build(config))
+
+    def model() -> nnx.Module:
+        rngs: Any = nnx.Rngs()
+        rngs.default = _OneKey(0, tag="default")
+        return MODELS[type(config)](config, rngs=rngs)
+
+    return nnx.eval_shape(model)
 
 
 def model_directory(path: str | os.PathLike) -> Path:

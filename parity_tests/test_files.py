@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flax_tf.errors import InputError
 from flax_tf.files import replacing
 from flax_tf.porting import read_weights, write_weights
 from flax_tf.porting.files import numpy_to_torch, torch_to_numpy
+from flax_tf.porting.memory import FileMap
 
 TORCH_FORMATS = [("pt", True), ("pth", True), ("bin", True), ("pt", False), ("bin", False)]
 
@@ -79,6 +81,44 @@ def test_pytorchs_files_are_read_bit_for_bit(tmp_path: Path, suffix: str, zipped
     torch.save(tensors, file, _use_new_zipfile_serialization=zipped)
     arrays = read_weights(file)
     assert_same(arrays, {name: tensor.detach() for name, tensor in tensors.items()})
+
+
+def in_mapped_file(array: np.ndarray) -> bool:
+    owner: Any = array
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    return isinstance(owner, FileMap)
+
+
+def test_pytorchs_files_are_mapped(tmp_path: Path) -> None:
+    """Tensors of every kind that is common, and so all of the file."""
+    tied = torch.randn(5, 3)
+    tensors = some_tensors() | {
+        "tied": tied,
+        "tied too": tied,
+        "part": tied[1:, 1:].T,
+        "trained": torch.nn.Parameter(tied),
+    }
+    torch.save({"epoch": 3, "model": tensors}, tmp_path / "model.pt")
+    arrays = read_weights(tmp_path / "model.pt")
+    assert_same(arrays, {name: tensor.detach() for name, tensor in tensors.items()})
+    assert all(map(in_mapped_file, arrays.values()))
+    assert arrays["tied"].__array_interface__ == arrays["tied too"].__array_interface__
+
+
+def test_what_is_not_mapped_is_read_by_pytorch(tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    tensors = {"weight": torch.arange(15.0).reshape(3, 5)}
+    torch.save(tensors, file)
+    with zipfile.ZipFile(file) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, b"big" if name.endswith("/byteorder") else content)
+    assert_same(read_weights(file), {"weight": numpy_to_torch(torch_to_numpy(tensors["weight"]).byteswap())})
+    for negative in (torch._neg_view(torch.ones(3)), torch.ones(3, dtype=torch.complex64).conj()):
+        torch.save(tensors | {"odd": negative}, file)
+        assert refused(file).startswith("odd in ")
 
 
 def test_safetensors_are_read_bit_for_bit(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,18 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from models import BACKBONE, BLOCK, LANGUAGE_MODEL, ids, reference, state_arrays, twin
+from models import (
+    ATTN_RNN,
+    BACKBONE,
+    BLOCK,
+    LANGUAGE_MODEL,
+    RNN,
+    TRANSFORMER,
+    ids,
+    reference,
+    state_arrays,
+    twin,
+)
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
@@ -24,7 +36,21 @@ from flax_tf.config import LanguageModelConfig, config_to_dict
 from flax_tf.data.tokenizer import char_tokenizer
 from flax_tf.errors import InputError
 from flax_tf.porting import flax_to_torch, memory, read_weights
-from flax_tf.saving import build, cast, from_pretrained, read_config, save_pretrained
+from flax_tf.saving import MODELS, abstract, build, cast, from_pretrained, read_config, save_pretrained
+
+
+def test_an_abstract_model_has_the_tree_of_a_real_one() -> None:
+    """Of every kind of model: the same modules with the same settings, and variables of the same shapes and dtypes."""
+    configs = [BLOCK, BACKBONE, LANGUAGE_MODEL, TRANSFORMER, RNN, ATTN_RNN]
+    assert {type(config) for config in configs} == MODELS.keys()
+    for config in configs:
+        graph, state = nnx.split(abstract(config))
+        traced_graph, traced = nnx.split(nnx.eval_shape(partial(build, config)))
+        _, concrete = nnx.split(build(config))
+        assert graph == traced_graph
+        shapes = jax.tree.map(lambda array: (array.shape, array.dtype), [state, traced, concrete])
+        assert shapes[0] == shapes[1] == shapes[2]
+        assert jax.tree.leaves(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -289,9 +315,9 @@ def test_large_arrays_are_copied_once_and_shared_with_nothing() -> None:
     ]
     views += [base.astype(ml_dtypes.bfloat16).transpose(2, 0, 1), base.astype(np.float16)]
     expected = [view.copy() for view in views]
-    arrays = [memory.to_jax(view) for view in views]
+    arrays = [memory.to_jax(view) for view in views] + list(memory.all_to_jax(views))
     base[:] = 0
-    for array, copy in zip(arrays, expected, strict=True):
+    for array, copy in zip(arrays, expected * 2, strict=True):
         assert array.dtype == copy.dtype and array.shape == copy.shape
         assert np.asarray(array).tobytes() == copy.tobytes()
     array = memory.to_jax(expected[0])
@@ -307,3 +333,5 @@ def test_what_was_copied_from_a_file_is_let_go_of_and_can_be_read_again(tmp_path
     view = np.frombuffer(mapped, np.uint8)[8:].view(np.float32)[5:].reshape(4, -1)
     for _ in range(2):
         assert np.array_equal(memory.to_jax(view.T), data[5:].reshape(4, -1).T)
+    for array in memory.all_to_jax([view, view.T, view[1:, 3:], view.T[::-1]]):  # at a time, from the same pages
+        assert sorted(array.shape)[0] in (3, 4) and np.isin(array, data).all()

@@ -14,6 +14,7 @@ from flax import nnx
 
 from flax_tf.errors import InputError
 from flax_tf.porting.files import to_numpy
+from flax_tf.porting.memory import all_to_jax
 from flax_tf.porting.names import strip_wrappers
 from flax_tf.porting.tree import Slot, Tree
 
@@ -55,7 +56,7 @@ def torch_to_flax(state_dict: Mapping[str, Any], model: M, rename: Renames = Non
     Args:
         state_dict: {PyTorch key: tensor, or array of any shape and dtype}. bfloat16 arrays have the dtype of
             `ml_dtypes`.
-        model: any Flax model, or an abstract one from `nnx.eval_shape`, which is filled one tensor at a time.
+        model: any Flax model, or an abstract one from `nnx.eval_shape`, which is filled a few tensors at a time.
         rename: {PyTorch path: Flax path} for names that differ.
 
     Every tensor keeps its dtype and its bits. Keys of one tied parameter may be all there or some of them, with the
@@ -69,8 +70,9 @@ def torch_to_flax(state_dict: Mapping[str, Any], model: M, rename: Renames = Non
     state_dict = {key: to_numpy(state_dict[key]) for key in names}  # views of tensors, without a copy
     _check_fit(state_dict, names, tree.slots)
     _check_width(state_dict)
-    for key, name in names.items():
-        tree.slots[name].fill(state_dict[key])
+    parts = [part for key, name in names.items() for part in tree.slots[name].parts(state_dict[key])]
+    for (variable, _), array in zip(parts, all_to_jax(view for _, view in parts), strict=True):
+        variable.set_value(array)
     _free_dtypes(model)
     return model
 
@@ -149,7 +151,13 @@ def _in_flax(name: str, slot: Slot) -> str:
 
 
 def _same_bits(arrays: list[np.ndarray]) -> bool:
-    return all(array.dtype == arrays[0].dtype and array.tobytes() == arrays[0].tobytes() for array in arrays[1:])
+    first = arrays[0]
+    return all(
+        array.dtype == first.dtype
+        # One place in memory, which is how PyTorch keeps tied parameters, needs no copies to compare.
+        and (array.__array_interface__ == first.__array_interface__ or array.tobytes() == first.tobytes())
+        for array in arrays[1:]
+    )
 
 
 def _check_width(state_dict: Mapping[str, np.ndarray]) -> None:

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from flax_tf.errors import InputError
 from flax_tf.porting.memory import FileMap
+from flax_tf.porting.torch_map import TorchMap
 
 logger = logging.getLogger("flax_tf")
 
@@ -42,9 +43,9 @@ SAFETENSORS_DTYPES: dict[str, Any] = {
 def read_weights(path: str | os.PathLike) -> dict[str, np.ndarray]:
     """The tensors of a weight file, a sharded index, or a directory that holds either.
 
-    Safetensors are mapped into memory: nothing is read until an array is used, and until then the file must not be cut
-    short (the system would end the process) or changed; to replace it by another under its name is fine. PyTorch's
-    files are opened with `weights_only=True`, which runs no code from the file, and need torch. bfloat16 comes as
+    Files are mapped into memory: nothing is read until an array is used, and until then the file must not be cut short
+    (the system would end the process) or changed; to replace it by another under its name is fine. PyTorch's files are
+    opened with `weights_only=True`, which runs no code from the file, and need torch. bfloat16 comes as
     `ml_dtypes.bfloat16`.
     Raises InputError for a path that is missing, damaged, unsafe to open or of an unknown kind.
     """
@@ -172,10 +173,23 @@ def load_torch(path: Path) -> Any:
 
 
 def _read_torch(path: Path) -> dict[str, np.ndarray]:
-    tensors, taken = state_dict_in(path, load_torch(path))
+    try:
+        tensors, taken = _map_torch(path)
+    except Exception:  # an old, unusual or damaged file, or no PyTorch: load_torch says what is wrong, if anything
+        tensors, taken = state_dict_in(path, load_torch(path))
     if taken:
         logger.warning(taken)
     return tensors
+
+
+def _map_torch(path: Path) -> tuple[dict[str, np.ndarray], str]:
+    """`state_dict_in` a file in PyTorch's zip format, as views of the mapped file. Raises whatever it leads to."""
+    import torch
+
+    file = TorchMap(path)
+    found, taken = _state_dict_in(path, torch.load(path, map_location="meta", weights_only=True))
+    dtypes = {tensor.dtype: torch_to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype for tensor in found.values()}
+    return {name: file.array(tensor, dtypes[tensor.dtype]) for name, tensor in found.items()}, taken
 
 
 def state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, np.ndarray], str]:
@@ -183,10 +197,7 @@ def state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, np.ndarray], str]:
 
     Raises InputError if there are none.
     """
-    found = _find_state_dict(loaded)
-    if found is None:
-        raise InputError(f"{path} holds no state dict: save model.state_dict()")
-    state_dict, taken = found
+    state_dict, taken = _state_dict_in(path, loaded)
     tensors = {}
     for name, tensor in state_dict.items():
         try:
@@ -194,6 +205,13 @@ def state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, np.ndarray], str]:
         except (TypeError, RuntimeError) as error:  # sparse, quantized, without data
             raise InputError(f"{name} in {path} has no counterpart in NumPy ({_first_line(error)})") from error
     return tensors, taken
+
+
+def _state_dict_in(path: Path, loaded: Any) -> tuple[dict[str, Any], str]:
+    found = _find_state_dict(loaded)
+    if found is None:
+        raise InputError(f"{path} holds no state dict: save model.state_dict()")
+    return found
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from flax_tf.errors import InputError
-from flax_tf.porting.memory import to_jax
+from flax_tf.porting.memory import copied, to_jax
 from flax_tf.porting.rename import Path, Rename, join, split
 from flax_tf.porting.rules import Tensor, rule_of
 
@@ -36,11 +36,11 @@ class Slot:
     def to_torch(self) -> np.ndarray:
         """The PyTorch tensor, contiguous, with the dtype and the bits of the variables."""
         parts = [self.row.to_torch(np.asarray(variable.get_value())) for variable in self.variables]
-        # Not np.ascontiguousarray, which makes a vector of a scalar.
-        return np.asarray(parts[0] if len(parts) == 1 else np.concatenate(parts), order="C")
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return array if array.flags.c_contiguous else copied(array)
 
-    def fill(self, array: np.ndarray) -> None:
-        """Sets the variables from a PyTorch tensor of shape `torch_shape`, whose dtype and bits they take over."""
+    def parts(self, array: np.ndarray) -> Iterator[tuple[nnx.Variable, np.ndarray]]:
+        """Each variable with its part, in its layout, of a PyTorch tensor of shape `torch_shape`."""
         start = 0
         for variable in self.variables:
             shape = variable.get_value().shape
@@ -48,7 +48,12 @@ class Slot:
             if len(self.variables) > 1:
                 stop = start + self.row.torch_shape(shape)[0]
                 part, start = array[start:stop], stop
-            variable.set_value(to_jax(self.row.to_flax(part, shape)))
+            yield variable, self.row.to_flax(part, shape)
+
+    def fill(self, array: np.ndarray) -> None:
+        """Sets the variables from a PyTorch tensor of shape `torch_shape`, whose dtype and bits they take over."""
+        for variable, part in self.parts(array):
+            variable.set_value(to_jax(part))
 
 
 class Tree:
