@@ -112,6 +112,8 @@ def host_step_nnx_jit(sizes: Sizes) -> Work:
 
 
 def port(checkpoint: Path, sizes: Sizes) -> Work:
+    import torch  # noqa: F401 - reads the file; PyTorch's side has imported it before the clock starts, too
+
     jax.devices()  # starts the backend
 
     def run() -> float:
