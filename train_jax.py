@@ -15,6 +15,7 @@ from flax import nnx
 from flax_tf.command import INTERRUPTED, OK, run
 from flax_tf.errors import InputError
 from flax_tf.files import replacing
+from flax_tf.memory import keep_memory
 from flax_tf.saving import build, save_pretrained
 from flax_tf.training.checkpoint import Checkpoints
 from flax_tf.training.command_line import parse
@@ -39,6 +40,8 @@ def train(config: RunConfig, settings: str) -> int:
     # Whatever is wrong with the input is found here, before anything is written.
     run_dir = Path(config.run_dir or f"runs/{config.preset}")
     check_run_dir(run_dir, config.resume)
+    if config.keep_memory:
+        keep_memory()
     mesh = data_mesh(config.fixed_batch_size)
     task = prepare(config, mesh.size)
     config: Any = task.config

@@ -26,7 +26,9 @@ class SideError(InputError):
     """A side could not run; the message is the last line that it wrote."""
 
 
-def run_side(work: str, side: str, caches: Path, checkpoint: Path, tiny: bool) -> Measured:
+def run_side(
+    work: str, side: str, caches: Path, checkpoint: Path, tiny: bool, options: tuple[str, ...] = ()
+) -> Measured:
     """One side in a process of its own, which finds what it compiled before in `caches` and nowhere else."""
     environment = {
         **os.environ,
@@ -42,7 +44,7 @@ def run_side(work: str, side: str, caches: Path, checkpoint: Path, tiny: bool) -
     with tempfile.TemporaryDirectory() as room:
         result = Path(room) / "result.json"
         command = [sys.executable, "-m", "benchmarks.worker"]
-        arguments = [work, side, str(result), str(checkpoint), "TINY" if tiny else "FULL"]
+        arguments = [work, side, str(result), str(checkpoint), "TINY" if tiny else "FULL", *options]
         try:
             process = subprocess.run(
                 [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT
@@ -60,6 +62,7 @@ def run_row(row: Row, rounds: int, tiny: bool, tell: Callable[[str], None]) -> d
     taken: dict[str, list[Measured]] = {side: [] for side in row.sides}
     failures: dict[str, str] = {}
     file_mb = None
+    options = ("keep_memory",) if row.keep_memory else ()
     with tempfile.TemporaryDirectory(prefix="flax_tf_benchmarks_") as directory:
         checkpoint = Path(directory) / "model.pt"
         if row.checkpoint:
@@ -74,7 +77,9 @@ def run_row(row: Row, rounds: int, tiny: bool, tell: Callable[[str], None]) -> d
                 caches = Path(directory) / (f"round{k}" if row.compile_time else "caches")
                 tell(f"{row.name}  round {k + 1} of {rounds}  {side} ...")
                 try:
-                    found = run_side(row.work or row.name, side.removesuffix("_cached"), caches, checkpoint, tiny)
+                    found = run_side(
+                        row.work or row.name, side.removesuffix("_cached"), caches, checkpoint, tiny, options
+                    )
                 except SideError as error:
                     failures[side] = str(error)
                     tell(f"    failed: {error}")

@@ -1,6 +1,6 @@
 """Runs one side of one row in this process, and writes what was measured as JSON.
 
-`python -m benchmarks.worker ROW SIDE RESULT CHECKPOINT FULL|TINY`; `measure` starts it.
+`python -m benchmarks.worker ROW SIDE RESULT CHECKPOINT FULL|TINY [keep_memory]`; `measure` starts it.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.work import Work
 from benchmarks.workloads import FULL, TINY, Sizes
+from flax_tf.memory import keep_memory
 
 LEAST_STEPS = 3
 
@@ -57,7 +58,9 @@ def measure(work: Work, seconds: float) -> dict[str, float]:
     }
 
 
-def main(name: str, side: str, result: str, checkpoint: str, scale: str) -> None:
+def main(name: str, side: str, result: str, checkpoint: str, scale: str, *options: str) -> None:
+    if "keep_memory" in options:
+        keep_memory()
     sizes = {"FULL": FULL, "TINY": TINY}[scale]
     if side == "checkpoint":
         from benchmarks.pytorch import write_checkpoint

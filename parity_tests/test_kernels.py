@@ -80,10 +80,17 @@ def test_chunks_begin_where_the_scores_leave_the_cache_and_hold_less() -> None:
     assert held < 64 * 8 * 128 * 128 * 4  # the scores of all sequences, once
 
 
-def test_causal_is_a_mask() -> None:
-    q, k, v = arrays(*[(2, 3, 7, 5)] * 3)
-    causal = jnp.tril(jnp.ones((7, 7), bool))[None, None]
-    mask = jnp.asarray(np.random.default_rng(2).random((2, 1, 7, 7)) < 0.8)
+@pytest.mark.parametrize(
+    ("B", "T"),
+    [(2, 7), (2, 67), (41, 67)],
+    ids=["all at once", "in halves", "chunks in halves"],
+)
+def test_causal_is_a_mask(B: int, T: int, monkeypatch) -> None:
+    monkeypatch.setattr(kernel, "SCORES_AT_ONCE", 2**20)
+    q, k, v = arrays(*[(B, 3, T, 5)] * 3)
+    assert kernel.form(q, k, masked=False) == ("chunked" if B == 41 else "plain")
+    causal = jnp.tril(jnp.ones((T, T), bool))[None, None]
+    mask = jnp.asarray(np.random.default_rng(2).random((B, 1, T, T)) < 0.8)
     assert_same(lambda *x: kernel.attention(*x, causal=True), lambda *x: kernel.plain(*x, causal), q, k, v)
     assert_same(lambda *x: kernel.attention(*x, mask, causal=True), lambda *x: kernel.plain(*x, mask & causal), q, k, v)
 

@@ -21,7 +21,7 @@ from flax_tf.layers import Buffer
 from flax_tf.porting.convert import torch_modules
 
 # Rooms of flax_tf that have no twin: what surrounds the models, and the leaf layers, whose twin is torch.nn.
-FLAX_ALONE = {"attention_maps", "cli", "command", "compilation", "errors", "files", "layers", "terminal"}
+FLAX_ALONE = {"attention_maps", "cli", "command", "compilation", "errors", "files", "layers", "memory", "terminal"}
 FLAX_ALONE |= {"text_commands", "translation", "pytest_plugin", "__main__"}
 FILES = sorted({path.stem for path in Path(torch_ref.__file__).parent.glob("*.py")} - {"__init__"})
 TRAINING = {"optimizer"}  # whose twins are in flax_tf/training, and tested by what they compute

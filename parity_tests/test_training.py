@@ -486,3 +486,16 @@ def test_the_picture_is_drawn_from_any_rows(tmp_path: Path) -> None:
     for number, some in enumerate((rows, rows[:1], rows[-1:], [{"step": 9, "valid_loss": 1e9}])):
         plot_losses(some, tmp_path / f"{number}.png", "A title")
         assert (tmp_path / f"{number}.png").stat().st_size > 1000
+
+
+def test_a_run_that_keeps_memory_learns_the_same(room: Path) -> None:
+    logged = []
+    for kept in ("false", "true"):
+        done = run([TRAIN, "--config", "tiny.yaml", "--run_dir", kept, "--keep_memory", kept], room)
+        assert done.code == 0, done.err
+        logged.append(losses(room / kept))
+    assert logged[0] == logged[1]
+
+
+def test_it_is_kept_or_not(room: Path) -> None:
+    train(room, "--run_dir", "run", "--keep_memory", "maybe").check_refused("keep_memory")

@@ -13,6 +13,8 @@ Form = Literal["plain", "chunked", "cudnn", "splash"]
 
 # Bytes of scores that stay in a CPU's cache: of one chunk of sequences.
 SCORES_AT_ONCE = 5 << 19
+# Queries from which on a causal mask is taken in two halves.
+_HALVED = 64
 # Rows and columns of the TPU kernel's blocks.
 _BLOCK = 128
 
@@ -33,8 +35,8 @@ def attention(
         case "splash":
             return _splash(q, k, v, causal)
         case "chunked":
-            return _chunked(q, k, v, _joined(mask, causal, q.shape[2]))
-    return plain(q, k, v, _joined(mask, causal, q.shape[2]))
+            return _chunked(q, k, v, mask, causal)
+    return _at_once(q, k, v, mask, causal)
 
 
 def form(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, *, masked: bool) -> Form:
@@ -73,14 +75,23 @@ def attention_weights(
     return jax.nn.softmax(scores, axis=-1) if mask is None else masked_softmax(scores, mask)
 
 
-def _joined(mask: Array | None, causal: bool, length: int) -> Array | None:
+def _at_once(q: Array, k: Array, v: Array, mask: Array | None, causal: bool) -> Array:
+    """The plain form; of a causal mask alone, the half of the queries that no later key concerns is done without them.
+
+    That is a quarter less work, in two chains that can run side by side.
+    """
     if not causal:
-        return mask
-    causal_only = causal_mask(length)[None, None]
-    return causal_only if mask is None else mask & causal_only
+        return plain(q, k, v, mask)
+    T = q.shape[2]
+    seen = causal_mask(T)[None, None]
+    if mask is not None or T < _HALVED:
+        return plain(q, k, v, seen if mask is None else mask & seen)
+    half = T // 2
+    first = plain(q[:, :, :half], k[:, :, :half], v[:, :, :half], seen[:, :, :half, :half])
+    return jnp.concatenate([first, plain(q[:, :, half:], k, v, seen[:, :, half:])], axis=2)
 
 
-def _chunked(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
+def _chunked(q: Array, k: Array, v: Array, mask: Array | None, causal: bool) -> Array:
     """A few sequences at a time, and again on the way back: what stays in the cache twice is faster than what goes
     through memory once, and the scores of all are never held.
     """
@@ -91,7 +102,7 @@ def _chunked(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
     @jax.checkpoint
     def one(arrays: tuple[Array, ...]) -> Array:
         q, k, v, *own = (array[None] for array in arrays)
-        return plain(q, k, v, mask if shared else own[0])[0]
+        return _at_once(q, k, v, mask if shared else own[0], causal)[0]
 
     arrays = (q, k, v) if shared else (q, k, v, mask)
     return jax.lax.map(one, arrays, batch_size=min(B, max(1, SCORES_AT_ONCE // each)))

@@ -19,6 +19,7 @@ _FREE = (
     "log_interval",
     "eval_interval",
     "eval_batches",
+    "keep_memory",
     "checkpoint_interval",
     "sample",
     "decoding",

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from flax_tf.memory import release_memory
 from flax_tf.training.sharding import shard
 from flax_tf.training.step import Batch, TrainState
 from flax_tf.training.task import HostBatch
@@ -50,6 +51,7 @@ class Stepper:
             for count, function in functions.items():
                 program = jax.jit(function, donate_argnums=0).lower(self._leaves, self._placed([batch] * count))
                 self._programs[count, shapes(batch)] = program.compile()
+        release_memory()  # what compiling took; otherwise it stays beside what the steps take
 
     @property
     def state(self) -> TrainState:
