@@ -1,12 +1,15 @@
-"""What becomes of the memory that programs give back, where the C library is glibc. Elsewhere nothing is changed."""
+"""What becomes of memory that is given back. What concerns glibc changes nothing where the C library is another."""
 
+import contextlib
 import ctypes
+import gc
 import os
+from collections.abc import Generator
 from typing import Any
 
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-_ALL = 2**31 - 1  # the largest number that mallopt takes
+_NEVER = -1
 
 
 def keep_memory() -> None:
@@ -20,13 +23,27 @@ def keep_memory() -> None:
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_ARENA_MAX, 1)  # of the other heaps none may be larger than 64 MB
         _libc.mallopt(_M_MMAP_MAX, 0)
-        _libc.mallopt(_M_TRIM_THRESHOLD, _ALL)
+        _libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
 def release_memory() -> None:
     """Gives the system all memory that is free: a compiler leaves hundreds of MB."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
+
+
+@contextlib.contextmanager
+def without_collection() -> Generator[None]:
+    """Python looks for no cycles meanwhile: where many objects are made that stay, it walks through all of them, and
+    through those of large libraries, again and again.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _libc: Any = ctypes.CDLL(None) if os.name == "posix" else None

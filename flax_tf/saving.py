@@ -30,6 +30,7 @@ from flax_tf.config import (
 from flax_tf.errors import InputError
 from flax_tf.files import replacing
 from flax_tf.language_model import Backbone, LanguageModel
+from flax_tf.memory import without_collection
 from flax_tf.porting.convert import flax_to_torch, torch_to_flax
 from flax_tf.porting.files import read_weights, write_weights
 from flax_tf.recurrent import AttnSeq2Seq, Seq2Seq
@@ -72,7 +73,8 @@ def abstract(config: Config) -> Any:
         rngs.default = _OneKey(0, tag="default")
         return MODELS[type(config)](config, rngs=rngs)
 
-    return nnx.eval_shape(model)
+    with without_collection():
+        return nnx.eval_shape(model)
 
 
 def model_directory(path: str | os.PathLike) -> Path:

@@ -1,10 +1,15 @@
 """Memory that a process keeps from step to step, or gives back."""
 
+import gc
 import platform
 import subprocess
 import sys
 
-# Calls a program with 64 MB of temporaries; prints how many pages the system had to clear for five calls.
+import pytest
+
+from flax_tf.memory import without_collection
+
+# Calls a program with 64 MB of temporaries; prints how many pages the system had to clear for a call.
 PAGES = """
 import resource, sys
 from flax_tf.memory import keep_memory
@@ -13,12 +18,13 @@ if sys.argv[1] == "keep":
 import jax, jax.numpy as jnp
 program = jax.jit(lambda x, y: (x[:, None] * x) @ y)
 x, y = jnp.ones(4096), jnp.ones((4096, 3))
-for _ in range(5):
+
+def cleared():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     jax.block_until_ready(program(x, y))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
-    jax.block_until_ready(program(x, y))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(min(cleared() for _ in range(20)))  # the first ones may need more memory still
 """
 
 
@@ -34,3 +40,17 @@ def test_memory_that_is_kept_is_not_cleared_again() -> None:
         assert kept < returned / 10
     else:
         assert abs(kept - returned) <= max(kept, returned) / 10
+
+
+def test_collection_goes_on_after_a_pause() -> None:
+    with pytest.raises(KeyError), without_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collection():
+            pass
+        assert not gc.isenabled()  # as it was
+    finally:
+        gc.enable()
