@@ -10,6 +10,7 @@ from benchmarks.measure import ROOT, run_row
 from benchmarks.rows import ROWS, choose
 from flax_tf.command import DIFFERENT, OK, Parser, run
 from flax_tf.errors import InputError
+from flax_tf.files import check_writable
 
 PROG = "benchmarks"
 
@@ -39,6 +40,8 @@ def bench(argv: Sequence[str]) -> int:
         raise InputError("PyTorch is the other side, and is not installed: make bench installs it")
     out = Path(options.out) if options.out else ROOT
     path = out / "benchmarks" / "results.json"
+    check_writable(path)
+    check_writable(out / "docs" / "performance.md")
     found = results.kept(path, {row.name for row in rows}, options.tiny)
     for row in rows:
         found[row.name] = run_row(row, options.rounds, options.tiny, tell)

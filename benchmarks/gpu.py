@@ -20,7 +20,7 @@ from benchmarks.op_profile import profile
 from benchmarks.report import table
 from flax_tf.command import OK, Parser, run
 from flax_tf.errors import InputError
-from flax_tf.files import replacing
+from flax_tf.files import check_writable, replacing
 from flax_tf.saving import build
 from flax_tf.training.optimizer import build_optimizer
 from flax_tf.training.sharding import data_mesh, replicate
@@ -95,6 +95,7 @@ def bench(argv: Sequence[str]) -> int:
         )
     if options.tiny and Path(options.out) == DOCS:
         raise InputError("--tiny measures nothing that is worth keeping: give --out, where to write it")
+    check_writable(options.out)
 
     peak = peak_rate(*((64, 2) if options.tiny else (8192, 20)), clock=time.perf_counter)
     print(f"bfloat16 matrix products: {peak / 1e12:.4g} TFLOP/s", flush=True)

@@ -1,5 +1,6 @@
 """Compiled programs are kept, so that the next process begins where this one began to compute."""
 
+import errno
 import hashlib
 import logging
 import os
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 
+from flax_tf.errors import InputError
 from flax_tf.files import cache_directory
 
 # The least recently used make room beyond this.
@@ -27,14 +29,14 @@ def keep_programs() -> None:
     config: Any = jax.config  # whose settings its annotations do not know
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.jax_compilation_cache_dir:
         return
-    directory = cache_directory() / "compiled" / _processor()
     try:
+        directory = cache_directory() / "compiled" / _processor()
         directory.mkdir(parents=True, exist_ok=True)
-        writable = os.access(directory, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        log.warning("%s can't be written: programs will be compiled anew by every process", directory)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
+    except (OSError, InputError) as error:
+        reason = f"{error.filename} can't be written" if isinstance(error, OSError) else error
+        log.warning("%s: programs will be compiled anew by every process", reason)
         return
     # A full disk, or a damaged entry: the program is compiled, as without a cache.
     warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")

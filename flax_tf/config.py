@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 
 from flax_tf.errors import InputError
 
+# Of sampling: numbers much smaller would underflow in float32.
+LEAST_TEMPERATURE = LEAST_TOP_P = 1e-6
+
 
 def _check_sizes(config: object, *names: str) -> None:
     for name in names:

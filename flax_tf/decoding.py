@@ -4,6 +4,7 @@ A hypothesis is a row of target tokens after the start id. Its log probability i
 included. Every step extends a hypothesis by one token, up to `max_length`; the end id ends it.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,8 +76,8 @@ def beam_search(
         raise InputError(f"beam_size must be at least 1, not {beam_size}")
     if not 1 <= n_best <= beam_size:
         raise InputError(f"n_best must be 1 to beam_size, {beam_size}, not {n_best}")
-    if length_penalty < 0:
-        raise InputError(f"length_penalty must be at least 0, not {length_penalty}")
+    if not 0 <= length_penalty < math.inf:
+        raise InputError(f"length_penalty must be at least 0 and finite, not {length_penalty}")
     graph, state = nnx.split(model)
     return _beam(graph, state, ids, length, beam_size, length_penalty, n_best)
 
@@ -86,6 +87,8 @@ def _checked(
 ) -> tuple[Int[Array, "B S"], int]:
     """The source in JAX and the length to decode to."""
     ids, config = jnp.asarray(src), model.config
+    if ids.ndim != 2 or len(ids) == 0:
+        raise InputError(f"the sources are of shape {ids.shape}: give [B, S], of at least one")
     if ids.shape[1] == 0:
         raise InputError("the source is empty: give at least one token")
     check_ids(ids, config.src_token_count())

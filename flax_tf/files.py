@@ -10,16 +10,35 @@ from flax_tf.errors import InputError
 
 
 def cache_directory() -> Path:
-    """Where what can be made again is kept: $FLAX_TF_CACHE, or $XDG_CACHE_HOME/flax_tf, or ~/.cache/flax_tf."""
-    if own := os.environ.get("FLAX_TF_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flax_tf"
+    """Where what can be made again is kept: $FLAX_TF_CACHE, or $XDG_CACHE_HOME/flax_tf, or ~/.cache/flax_tf.
+
+    Raises InputError if the user has no home.
+    """
+    try:
+        if own := os.environ.get("FLAX_TF_CACHE"):
+            return Path(own).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flax_tf"
+    except RuntimeError:
+        raise InputError("there is no home directory for a cache (set FLAX_TF_CACHE)") from None
 
 
 def check_file(path: str | os.PathLike) -> None:
     """Raises InputError if there is a directory in the way of a file to write."""
     if Path(path).is_dir():
         raise InputError(f"{path} is a directory: name a file to write")
+
+
+def check_writable(path: str | os.PathLike) -> None:
+    """Raises InputError if a file can't be written at `path`: before the long work, not after it."""
+    check_file(path)
+    room = Path(path).absolute().parent
+    while not room.exists() and room != room.parent:
+        room = room.parent
+    try:
+        with tempfile.TemporaryFile(dir=room):
+            pass
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror or error}): name another") from None
 
 
 @contextlib.contextmanager

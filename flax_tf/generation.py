@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from operator import index
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
+from flax_tf.config import LEAST_TEMPERATURE, LEAST_TOP_P
 from flax_tf.errors import InputError
 from flax_tf.kernels.sampling import draw
 from flax_tf.language_model import LanguageModel, TextCache
@@ -19,7 +21,6 @@ _INT32 = 2**31  # JAX counts in 32 bits
 _FEWEST = 16  # slots; more are powers of two, so that few shapes are compiled
 _AT_ONCE = 128  # tokens a call of the compiled loop
 _SHOWN_AT_ONCE = 4  # the same where they are shown as they come
-_SMALLEST = 1e-6  # of a temperature or top_p: much less would underflow in float32
 
 
 _Number = float | Float[Array, ""]
@@ -32,8 +33,9 @@ def filter_logits(
 
     `top_k` keeps the k largest (and ties with the k-th). `top_p` keeps the smallest set of most probable tokens whose
     probability, after top_k, reaches p (Holtzman et al. 2020, section 3.1); the most probable token always stays.
+    In float32 or wider: a small temperature makes numbers that float16 does not hold.
     """
-    logits = logits / temperature
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
     if top_k is not None:
         kth = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < kth, -jnp.inf, logits)
@@ -63,7 +65,7 @@ class _Window(NamedTuple):
 
 def generate(
     model: nnx.Module,
-    prompt: Int[np.ndarray, "B P"] | Sequence[Int[np.ndarray, "_"]],
+    prompt: Integer[np.ndarray, "B P"] | Sequence[Integer[np.ndarray, "_"]] | Sequence[Sequence[int]],
     max_tokens: int,
     *,
     greedy: bool = False,
@@ -73,7 +75,7 @@ def generate(
     seed: int = 0,
     stop_ids: Sequence[int] = (),
     on_tokens: Callable[[list[Int[np.ndarray, "_"]]], None] | None = None,
-) -> list[Int[np.ndarray, "_"]]:
+) -> list[Integer[np.ndarray, "_"]]:
     """The prompts, each followed by up to `max_tokens` generated ids.
 
     `greedy` takes the most probable token (the lowest id of a tie), so that every prompt is continued as it would be
@@ -89,7 +91,7 @@ def generate(
 
     Args:
         model: used in evaluation mode and left as it was.
-        prompt: an array of them, or a sequence of arrays whose lengths may differ.
+        prompt: an array of them, or a sequence of arrays or lists whose lengths may differ.
         stop_ids: a text ends with the first of these that is generated; when all have ended, so does the loop.
         on_tokens: called with the new ids of every text, a few at a time, as soon as they are there.
 
@@ -98,12 +100,13 @@ def generate(
     """
     if not isinstance(model, LanguageModel):
         raise InputError(f"a {type(model).__name__} does not generate: it has no classifier over the vocabulary")
-    prompts = [np.asarray(row) for row in prompt]
-    if not prompts or any(row.ndim != 1 or len(row) == 0 for row in prompts):
+    prompts = [_ids(row, "a prompt") for row in prompt]
+    if not prompts or any(len(row) == 0 for row in prompts):
         raise InputError("the prompt is empty: give at least one token")
-    for row in prompts:
+    stop_ids = _ids(list(stop_ids), "stop_ids").tolist()
+    max_tokens, seed, top_k = index(max_tokens), index(seed), None if top_k is None else index(top_k)
+    for row in (*prompts, np.array(stop_ids, int)):
         check_ids(row, model.config.token_count())
-    check_ids(np.array(stop_ids, int), model.config.token_count())
     _check_options(max_tokens, temperature, top_k, top_p, seed)
     sampling = None if greedy else _Sampling(jax.random.key(seed), temperature, top_p)
     ended = np.zeros(len(prompts), bool)
@@ -118,12 +121,23 @@ def generate(
             row.append(new)
         if on_tokens is not None:
             on_tokens(fresh)
-    return [np.concatenate([row, *new]).astype(row.dtype) for row, new in zip(prompts, news, strict=True)]
+    return [np.concatenate([row, *new], dtype=row.dtype) for row, new in zip(prompts, news, strict=True)]
+
+
+def _ids(ids: Any, what: str) -> Integer[np.ndarray, "_"]:
+    """The ids in an array, of 32 bits at least, so that it holds those that follow too."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InputError(
+            f"{what} must be a list of integers, token ids, not {array.ndim} axes of {array.dtype}: "
+            "several prompts are a list of such lists"
+        )
+    return array if array.dtype.kind in "iu" and array.dtype.itemsize >= 4 else array.astype(np.int32)
 
 
 def _continue(
     model: LanguageModel,
-    texts: list[Int[np.ndarray, "_"]],
+    texts: list[Integer[np.ndarray, "_"]],
     max_tokens: int,
     sampling: _Sampling | None,
     top_k: int | None,
@@ -246,11 +260,11 @@ def _check_options(max_tokens, temperature, top_k, top_p, seed) -> None:
         raise InputError(f"max_tokens must be at least 1 and below {_INT32}, not {max_tokens}")
     if not 0 <= seed < _INT32:
         raise InputError(f"seed must be at least 0 and below {_INT32}, not {seed}")
-    if not temperature >= _SMALLEST:
+    if not temperature >= LEAST_TEMPERATURE:
         raise InputError(
-            f"temperature must be at least {_SMALLEST}, not {temperature}: for the most probable token use greedy"
+            f"temperature must be at least {LEAST_TEMPERATURE}, not {temperature}: for the likeliest token use greedy"
         )
     if top_k is not None and top_k < 1:
         raise InputError(f"top_k must be at least 1, not {top_k}")
-    if top_p is not None and not _SMALLEST <= top_p <= 1:
-        raise InputError(f"top_p must be from {_SMALLEST} to 1, not {top_p}")
+    if top_p is not None and not LEAST_TOP_P <= top_p <= 1:
+        raise InputError(f"top_p must be from {LEAST_TOP_P} to 1, not {top_p}")

@@ -99,6 +99,14 @@ def test_wrong_arguments_get_one_line(arguments, message, capsys):
     assert message in err and err.count("\n") == 1 and not out
 
 
+@pytest.mark.parametrize("start", [main, gpu.main], ids=["bench", "gpu"])
+def test_where_nothing_can_be_written_nothing_is_measured(start, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert start(["--tiny", "--out", str(tmp_path / "file" / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert "cannot be written" in err and err.count("\n") == 1 and not out
+
+
 def test_the_list_names_every_row(capsys):
     assert main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(ROWS)

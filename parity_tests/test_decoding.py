@@ -207,12 +207,15 @@ def test_one_compilation_serves_models_of_one_shape():
     ("src", "options", "message"),
     [
         (np.zeros((1, 0), int), {}, "the source is empty"),
+        (np.zeros((0, 3), int), {}, "the sources are of shape"),
+        (np.ones(3, int), {}, "the sources are of shape"),
         (np.ones((1, 10), int), {}, "10 positions, but the position table has 9"),
         (np.full((1, 2), 13), {}, "token id 13 is outside the vocabulary of 13"),
         (np.ones((1, 2), int), {"max_length": 10}, "max_length must be 1 to 9, not 10"),
         (np.ones((1, 2), int), {"beam_size": 0}, "beam_size must be at least 1"),
         (np.ones((1, 2), int), {"beam_size": 2, "n_best": 3}, "n_best must be 1 to beam_size, 2, not 3"),
         (np.ones((1, 2), int), {"length_penalty": -1.0}, "length_penalty must be at least 0"),
+        (np.ones((1, 2), int), {"length_penalty": math.nan}, "length_penalty must be at least 0"),
     ],
 )
 def test_bad_input_is_one_clear_line(src, options, message):

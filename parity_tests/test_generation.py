@@ -187,7 +187,7 @@ def test_a_mask_that_hides_earlier_positions_is_kept() -> None:
         (
             ids(1, 3),
             {"temperature": 0.0},
-            "temperature must be at least 1e-06, not 0.0: for the most",
+            "temperature must be at least 1e-06, not 0.0: for the likeliest",
         ),
         (ids(1, 3), {"temperature": float("nan")}, "temperature must be at least 1e-06, not nan"),
         (ids(1, 3), {"top_k": 0}, "top_k must be at least 1, not 0"),
@@ -232,3 +232,28 @@ def test_a_mask_that_is_not_causal_does_not_generate() -> None:
     tril[...] = tril[...].at[3, 5].set(1.0)
     with pytest.raises(InputError, match="tril lets a position attend to later ones"):
         generate(model, ids(1, 3), 5)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int64, list])
+def test_a_prompt_of_any_integers_is_continued_alike(dtype) -> None:
+    # Ids of the vocabulary that 8 bits do not hold.
+    model = build(LanguageModelConfig(vocab_size=1009, max_seq_length=16, d_model=8, num_heads=2, num_layers=1))
+    expected = generate(model, [np.array([1, 2], np.int32)], 7, greedy=True)[0]
+    assert expected.max() > 255
+    prompt = [1, 2] if dtype is list else np.array([1, 2], dtype)
+    (text,) = generate(model, [prompt], 7, greedy=True, stop_ids=[1000])
+    np.testing.assert_array_equal(text, expected)
+
+
+def test_a_small_temperature_is_greedy_in_16_bits_too() -> None:
+    model = build(LanguageModelConfig(vocab_size=1009, max_seq_length=16, d_model=8, num_heads=2, num_layers=1))
+    graph, state = nnx.split(model)
+    half = nnx.merge(graph, jax.tree.map(lambda x: x.astype(np.float16), state))
+    greedy, cold = (generate(half, [[1, 2]], 7, **how) for how in ({"greedy": True}, {"temperature": 1e-6}))
+    np.testing.assert_array_equal(cold[0], greedy[0])
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], [True], ["a"], [1, 2**70], [[1, 2]], 3])
+def test_ids_are_lists_of_integers(wrong) -> None:
+    with pytest.raises(InputError, match="stop_ids must be a list of integers"):
+        generation._ids(wrong, "stop_ids")

@@ -8,6 +8,7 @@ import torch
 from flax import nnx
 from models import LANGUAGE_MODEL, ids, reference, twin
 
+from flax_tf.errors import InputError
 from flax_tf.kernels import attention as kernel
 from flax_tf.kernels.gelu import gelu
 from flax_tf.kernels.linear import dot_general
@@ -93,6 +94,13 @@ def test_causal_is_a_mask(B: int, T: int, monkeypatch) -> None:
     mask = jnp.asarray(np.random.default_rng(2).random((B, 1, T, T)) < 0.8)
     assert_same(lambda *x: kernel.attention(*x, causal=True), lambda *x: kernel.plain(*x, causal), q, k, v)
     assert_same(lambda *x: kernel.attention(*x, mask, causal=True), lambda *x: kernel.plain(*x, mask & causal), q, k, v)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_a_mask_says_which_axes_it_has(axes: int) -> None:
+    q, k, v = arrays(*[(5, 5, 5, 5)] * 3)
+    with pytest.raises(InputError, match=f"the mask has {axes} axes"):
+        kernel.attention(q, k, v, jnp.ones((5,) * axes, bool))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -143,6 +143,29 @@ def test_large_logits_do_not_overflow() -> None:
     assert np.isfinite(mean) and all(np.isfinite(gradient).all() for gradient in gradients)
 
 
+def test_a_large_vocabulary_does_not_overflow_float16() -> None:
+    V = 70_001  # a sum of exponentials may reach it, and float16 ends at 65,504
+    rng = np.random.default_rng(0)
+    x, kernel = rng.standard_normal((2, 3, 5)) / 8, rng.standard_normal((5, V)) / 8
+    x, kernel = (jnp.array(array, jnp.float16) for array in (x, kernel))
+    arguments = (x, kernel, None, jnp.array(rng.integers(V, size=(2, 3))), None)
+    options = {"ignore_id": None, "label_smoothing": 0.0}
+    _, gradients = value_and_gradients(linear_cross_entropy, arguments, **options)
+    exact = tuple(None if array is None else array.astype(np.float64) for array in arguments[:2])
+    _, truth = value_and_gradients(plain, (*exact, *arguments[2:]), **options)
+    for gradient, true in zip(gradients, truth, strict=True):
+        # Most entries of the kernel's gradient are below float16's smallest normal number, 6e-5.
+        assert relative_error(np.asarray(gradient, np.float64), np.asarray(true)) <= 2**-6
+
+
+@pytest.mark.parametrize(("B", "T"), [(0, 3), (2, 0)])
+def test_no_tokens_have_no_loss(B: int, T: int) -> None:
+    x, kernel, bias, labels, _ = case(0, B, T, 5, 7, True, False)
+    total, count = linear_cross_entropy(x, kernel, bias, labels)
+    gradient = jax.grad(lambda kernel: linear_cross_entropy(x, kernel, bias, labels)[0])(kernel)
+    assert (float(total), float(count), float(abs(gradient).max())) == (0, 0, 0)
+
+
 def largest_array(function, *arguments: Any) -> int:
     """How many values the largest array of the compiled program has."""
     text = jax.jit(function).lower(*arguments).compile().as_text()

@@ -1,7 +1,9 @@
 """Steps with little work for the host, and programs that the next process finds compiled."""
 
 import logging
+import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ from models import ids
 from runs import TRAIN, run
 from test_training import TINY, TINY_MODEL, tiny_batch
 
+from flax_tf import compilation
 from flax_tf.loss import language_model_loss
 from flax_tf.saving import build
 from flax_tf.training.optimizer import OptimizerConfig, build_optimizer
@@ -125,3 +128,20 @@ def test_the_next_process_finds_its_programs_compiled(tmp_path: Path) -> None:
     compiled.write_text("a file in the way")
     _, (warning,) = start_run("third")
     assert "can't be written: programs will be compiled anew" in warning
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, caplog) -> None:
+    for name in ("FLAX_TF_CACHE", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    # As in a container that runs under a number: no HOME, and no entry among the users.
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    config: Any = jax.config
+    kept = config.jax_compilation_cache_dir
+    config.update("jax_compilation_cache_dir", None)
+    try:
+        compilation.keep_programs()
+    finally:
+        config.update("jax_compilation_cache_dir", kept)
+    (warning,) = caplog.messages
+    assert warning.startswith("there is no home directory for a cache (set FLAX_TF_CACHE): programs will be compiled")

@@ -497,5 +497,17 @@ def test_a_run_that_keeps_memory_learns_the_same(room: Path) -> None:
     assert logged[0] == logged[1]
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--sample.temperature", "1e-7", "sample.temperature is 1e-07: it must be at least 1e-06"),
+        ("--steps_per_call", "4", "steps_per_call is 4: it must be at most log_interval, 3"),
+    ],
+)
+def test_what_would_fail_or_do_nothing_later_is_refused_first(room: Path, flag: str, value: str, message: str) -> None:
+    train(room, "--run_dir", "refused", flag, value).check_refused(message)
+    assert not (room / "refused").exists()
+
+
 def test_it_is_kept_or_not(room: Path) -> None:
     train(room, "--run_dir", "run", "--keep_memory", "maybe").check_refused("keep_memory")

@@ -15,7 +15,7 @@ def filter_logits(
     `top_k` keeps the k largest (and ties with the k-th). `top_p` keeps the smallest set of most probable tokens whose
     probability, after top_k, reaches p (Holtzman et al. 2020, section 3.1); the most probable token always stays.
     """
-    logits = logits / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     if top_k is not None:
         kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from flax_tf.errors import InputError
 from flax_tf.masks import causal_mask, masked_softmax
 
 Form = Literal["plain", "chunked", "cudnn", "splash"]
@@ -27,7 +28,14 @@ def attention(
     *,
     causal: bool = False,
 ) -> Float[Array, "B N T H"]:
-    """softmax(QKᵀ/√H)V (Vaswani et al. 2017, equation 1), over what the mask, or `causal`, lets a query see."""
+    """softmax(QKᵀ/√H)V (Vaswani et al. 2017, equation 1), over what the mask, or `causal`, lets a query see.
+
+    Raises InputError for a mask of fewer axes, which could mean either those of heads or those of sequences.
+    """
+    if mask is not None and mask.ndim != 4:
+        raise InputError(
+            f"the mask has {mask.ndim} axes: give it the four of [B, N, T, S], of length 1 where all are alike"
+        )
     match form(q, k, masked=mask is not None):
         case "cudnn":
             arrays = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))

@@ -32,7 +32,7 @@ def linear_cross_entropy(
     Matrices are multiplied in the dtype of x and kernel, sums and the results are float32, or float64 if either is.
     A few positions of all sequences are computed at a time, about `tokens_at_once()` tokens, so the batch axis may be
     sharded. If a gradient is asked for, those of x, kernel and bias are computed along with the loss (that of the
-    weights, too, is right), and logits never again: there is no second derivative and no forward mode.
+    weights, too, is right), and logits never again: there is no forward mode.
     """
     dtype = jnp.result_type(x, kernel)
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -66,6 +66,9 @@ def _total_and_gradients(x: Array, kernel: Array, labels: Array, weights: Array,
         # Of the logits the gradient is weights / sums * these. The factor is applied to what is D wide, not V.
         hot = labels[..., None] == jnp.arange(exps.shape[-1])[None, None]  # (B, C, V), as all below never in memory
         smooth = (1 - label_smoothing) * hot + label_smoothing / exps.shape[-1]
+        if x.dtype == jnp.float16:  # sums may be as large as V, which it does not hold
+            scale = jnp.minimum(1, 2**15 / sums)
+            exps, sums = scale * exps, scale * sums
         exps = (exps - sums * smooth).astype(x.dtype)
         factor = weights[..., None] / sums  # (B, C, 1)
         x_gradient = factor * _multiply("bcv,dv->bcd", exps, kernel)
@@ -106,7 +109,7 @@ def _multiply(axes: str, a: Array, b: Array) -> Array:
 def _chunks(*arrays: Array) -> tuple[Array, ...]:
     """[B, T, ...] cut along T, [chunks, B, C, ...], with zeros (so that they weigh nothing) to fill the last."""
     B, T = arrays[0].shape[:2]
-    count = -(-T // max(1, tokens_at_once() // B))
+    count = max(1, -(-T // max(1, tokens_at_once() // max(1, B))))
     length = -(-T // count)
 
     def cut(array: Array) -> Array:
@@ -119,4 +122,5 @@ def _chunks(*arrays: Array) -> tuple[Array, ...]:
 def _whole(chunks: Array, length: int) -> Array:
     """[chunks, B, C, ...] back to the [B, T, ...] that they are of."""
     joined = jnp.moveaxis(chunks, 0, 1)  # (B, chunks, C, ...)
-    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
+    B, count, C, *rest = joined.shape
+    return joined.reshape(B, count * C, *rest)[:, :length]

@@ -37,9 +37,11 @@ class Checkpoints:
         """
         step = int(state.step)
         try:
-            with quiet("absl"):  # which logs the traceback of each of its threads
+            with quiet("absl", "asyncio"):  # which log the traceback of each thread
                 self._orbax.save(step, _named(state), custom_metadata=about, force=True)
         except Exception as error:  # the storage library has kinds of its own
+            for name in ("absl", "asyncio"):  # of threads that end later, too
+                logging.getLogger(name).disabled = True
             raise OSError(f"the checkpoint of step {step} can't be written: {one_line(error)}") from error
 
     def latest_step(self) -> int | None:

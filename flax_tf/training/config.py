@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from flax_tf.config import AttnRNNConfig, LanguageModelConfig, RNNConfig, TransformerConfig
+from flax_tf.config import LEAST_TEMPERATURE, AttnRNNConfig, LanguageModelConfig, RNNConfig, TransformerConfig
 from flax_tf.data.config import TextDataConfig
 from flax_tf.data.pairs import PairDataConfig
 from flax_tf.errors import InputError
@@ -31,8 +31,8 @@ class SampleConfig:
             raise InputError("sample.prompt is empty: give the text to continue, or null for held-out text")
         if not 0 <= self.tokens < INT32:
             raise InputError(f"sample.tokens is {self.tokens}: it must be at least 0 and less than {INT32}")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise InputError(f"sample.temperature is {self.temperature}: it must be above 0")
+        if not (math.isfinite(self.temperature) and self.temperature >= LEAST_TEMPERATURE):
+            raise InputError(f"sample.temperature is {self.temperature}: it must be at least {LEAST_TEMPERATURE}")
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"sample.top_k is {self.top_k}: it must be at least 1, or null")
 
@@ -88,7 +88,8 @@ class RunConfig:
     """Sequences in a batch B, over all devices (for pairs, unless data.tokens_per_batch is set)."""
     steps_per_call: int = 1
     """Steps that are one call of the device, where their batches have one shape: more are faster for models so small
-    that the device waits for the host. An interruption waits for the end of the call."""
+    that the device waits for the host. Calls end wherever a loss is logged, so best a divisor of log_interval. An
+    interruption waits for the end of the call."""
     keep_memory: bool = False
     """Keep the memory of a step for the next one, on Linux: up to a fifth faster on a CPU, where the system otherwise
     takes it back and clears it every time; the run may then hold twice or three times what a step needs."""
@@ -107,6 +108,12 @@ class RunConfig:
         for name in ("batch_size", "steps_per_call", "log_interval", "eval_interval", "checkpoint_interval"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("log_interval", "eval_interval", "checkpoint_interval"):
+            if getattr(self, name) < self.steps_per_call:
+                raise InputError(
+                    f"steps_per_call is {self.steps_per_call}: it must be at most {name}, {getattr(self, name)}, where "
+                    "a call ends"
+                )
         for name in ("steps", "eval_batches"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}: it must be at least 1, or null")
