@@ -91,5 +91,7 @@ def run(name: str, command: Callable[[], int]) -> int:
 
 
 def _complain(name: str, message: Any) -> int:
-    print(f"{name}: error: {message}", file=sys.stderr)
+    # A name from a file may be in it: its control characters are shown, not sent to the terminal.
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(message))
+    print(f"{name}: error: {shown}", file=sys.stderr)
     return WRONG_INPUT

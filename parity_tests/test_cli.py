@@ -339,6 +339,14 @@ def test_a_checkpoint_that_does_not_fit_is_listed_and_nothing_is_made(
     assert list(listing(tmp_path)) == ["model.safetensors"]
 
 
+def test_a_name_sends_nothing_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {**reference(MODEL).state_dict(), "extra\n\x1b[31mred": torch.ones(2)}
+    torch.save(tensors, tmp_path / "model.pt")
+    assert main(["port", str(tmp_path / "model.pt"), str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert "\\x1b[31mred" in err and "\x1b" not in err
+
+
 def test_the_installed_program(files: Path, tmp_path: Path) -> None:
     """As a user starts it: wrappers are said on stderr, wrong input is exit code 2, a closed pipe is no error."""
     tensors = {f"module.{name}": tensor for name, tensor in reference(MODEL).state_dict().items()}
