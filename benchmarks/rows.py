@@ -74,7 +74,12 @@ ROWS = {
     row.name: row
     for row in (
         Row("block-forward", f"{_BLOCK}: forward{_KEPT}", (better(1.05, 1.12),), keep_memory=True),
-        Row("block-forward-backward", f"{_BLOCK}: forward and backward{_KEPT}", (better(0.95, 1.05),), keep_memory=True),
+        Row(
+            "block-forward-backward",
+            f"{_BLOCK}: forward and backward{_KEPT}",
+            (better(0.95, 1.05),),
+            keep_memory=True,
+        ),
         Row(
             "lm-step-32",
             f"{_LM}, batch 32",
