@@ -20,14 +20,17 @@ HEAD = """# Speed and memory
 Written by `make bench` from `benchmarks/results.json`; do not edit. Measured on {date}, on {cores} cores of an {cpu}
 with {memory_gb} GB: {versions}.
 
-Each side of each row runs in fresh processes, in turn, for several rounds. PyTorch is the reference of `torch_ref` as
-it is, run as one does who knows PyTorch: fused optimizers, gradients set to None, inference mode, and in generation a
-hand-written cache of keys and values with the heads' weights in one matrix, a classifier that sees the last position
-alone, and `torch.multinomial`. Both sides compute in float32 on all cores. A time is the median over the rounds of the
-median step of a process, after two calls to warm up; in brackets are the fastest and the slowest round. Memory is the
-resident memory of the process at its highest, which holds the interpreter, the libraries and compilation too; the
-highest round counts.
+{tiny}Each side of each row runs in fresh processes, in turn, for as many rounds as the table says. PyTorch is the
+reference of `torch_ref` as it is, run as one does who knows PyTorch: fused optimizers, gradients set to None, inference
+mode, and in generation a hand-written cache of keys and values with the heads' weights in one matrix, a classifier that
+sees the last position alone, and `torch.multinomial`. All sides compute in float32 on all cores; where a row says so,
+all keep memory from step to step, as `train_jax.py --keep_memory true` does. A time is the median over the rounds of
+the median step of a process, after two calls to warm up; in brackets are the fastest and the slowest round. Memory is
+the resident memory of the process at its highest, which holds the interpreter, the libraries and compilation too; the
+highest round counts. A bar is a ratio that was set before measuring, "at least"; "aim" is a further one.
 """
+
+TINY = "**At tiny sizes, to try the benchmarks themselves: the figures mean nothing.**\n\n"
 
 COMPILATION = """
 What the first call takes more than a later one: first with every cache empty, then (the median of the later rounds)
@@ -68,7 +71,9 @@ def markdown(results: Mapping[str, Any]) -> str:
     failures = [f"`{row['name']}`, {side}: {why}" for row in rows for side, why in row["failures"].items()]
     return "\n".join(
         [
-            HEAD.format(date=results["date"], versions=versions, **results["hardware"]),
+            HEAD.format(
+                date=results["date"], versions=versions, tiny=TINY if results["tiny"] else "", **results["hardware"]
+            ),
             "## Against the bars\n\n![Times better than PyTorch, with the bars](performance.png)\n",
             _bars(rows),
             "## Times\n",

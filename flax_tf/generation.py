@@ -103,7 +103,7 @@ def generate(
     prompts = [_ids(row, "a prompt") for row in prompt]
     if not prompts or any(len(row) == 0 for row in prompts):
         raise InputError("the prompt is empty: give at least one token")
-    stop_ids = _ids(list(stop_ids), "stop_ids").tolist()
+    stop_ids = _ids(list(stop_ids) if np.iterable(stop_ids) else stop_ids, "stop_ids").tolist()
     max_tokens, seed, top_k = index(max_tokens), index(seed), None if top_k is None else index(top_k)
     for row in (*prompts, np.array(stop_ids, int)):
         check_ids(row, model.config.token_count())
@@ -129,8 +129,8 @@ def _ids(ids: Any, what: str) -> Integer[np.ndarray, "_"]:
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InputError(
-            f"{what} must be a list of integers, token ids, not {array.ndim} axes of {array.dtype}: "
-            "several prompts are a list of such lists"
+            f"{what} must be a list of token ids, integers, not {array.ndim} axes of {array.dtype}: give [5, 3], or "
+            "[[5, 3]] where several prompts may come"
         )
     return array if array.dtype.kind in "iu" and array.dtype.itemsize >= 4 else array.astype(np.int32)
 

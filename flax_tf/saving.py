@@ -103,9 +103,11 @@ def read_config(directory: str | os.PathLike) -> Config:
 def from_pretrained(path: str | os.PathLike, dtype: Any = None) -> Any:
     """The Flax model in a directory that `save_pretrained` wrote (either framework's), in evaluation mode.
 
+    The directory of a training run stands for its export.
     `dtype` (a name or a NumPy dtype) casts every floating-point tensor; None keeps each as it was saved. A cast that
     loses digits is logged. Raises InputError for a directory that is missing, incomplete or does not fit its config.
     """
+    path = model_directory(path)
     model = abstract(read_config(path))
     tensors: Mapping[str, np.ndarray] = read_weights(path)
     if dtype is not None:

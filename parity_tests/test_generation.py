@@ -255,5 +255,5 @@ def test_a_small_temperature_is_greedy_in_16_bits_too() -> None:
 
 @pytest.mark.parametrize("wrong", [[1.0, 2.0], [True], ["a"], [1, 2**70], [[1, 2]], 3])
 def test_ids_are_lists_of_integers(wrong) -> None:
-    with pytest.raises(InputError, match="stop_ids must be a list of integers"):
+    with pytest.raises(InputError, match="stop_ids must be a list of token ids"):
         generation._ids(wrong, "stop_ids")

@@ -601,6 +601,14 @@ def test_a_hand_over_of_nothing_is_refused(tmp_path: Path, run_dir: str, out: st
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_optimizer_that_pytorch_has_not_is_named(room: Path, tmp_path: Path) -> None:
+    done = train(room, "--run_dir", str(tmp_path / "muon"), "--optimizer.name", "muon")
+    assert done.code == 0, done.err
+    with pytest.raises(InputError, match=r"muon: optimizer.name muon is no .*: train with adamw, .* alone: .*export"):
+        hand_over(str(tmp_path / "muon"), str(tmp_path / "out.pt"))
+    assert not (tmp_path / "out.pt").exists()
+
+
 def test_a_directory_is_not_replaced_by_a_hand_over(room: Path, tmp_path: Path) -> None:
     done = train(room, "--init_from", "weights.pt", "--run_dir", str(tmp_path / "run"), "--steps", "1")
     assert done.code == 0, done.err

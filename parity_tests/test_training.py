@@ -22,6 +22,7 @@ from runs import ROOT, TRAIN, environment, exported, losses, run, train
 import torch_ref.saving
 from flax_tf.errors import InputError
 from flax_tf.loss import language_model_loss
+from flax_tf.porting import flax_to_torch
 from flax_tf.saving import build, from_pretrained
 from flax_tf.training.checkpoint import KEEP, Checkpoints
 from flax_tf.training.command_line import parse, presets
@@ -507,6 +508,12 @@ def test_a_run_that_keeps_memory_learns_the_same(room: Path) -> None:
 def test_what_would_fail_or_do_nothing_later_is_refused_first(room: Path, flag: str, value: str, message: str) -> None:
     train(room, "--run_dir", "refused", flag, value).check_refused(message)
     assert not (room / "refused").exists()
+
+
+def test_a_run_stands_for_its_export(whole: Path) -> None:
+    models = [from_pretrained(path) for path in (whole, whole / "export")]
+    one, other = (flax_to_torch(model) for model in models)
+    np.testing.assert_equal(one, other)
 
 
 def test_it_is_kept_or_not(room: Path) -> None:

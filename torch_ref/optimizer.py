@@ -28,7 +28,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
             return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps)
         case "sgd":
             return torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
-    raise InputError(f"optimizer.name {config.name} is no single optimizer of PyTorch: choose from adamw, adam, sgd")
+    raise InputError(f"optimizer.name {config.name} is no single optimizer of PyTorch: train with adamw, adam or sgd")
 
 
 def learning_rate(config: OptimizerConfig, steps: int, step: int) -> float:

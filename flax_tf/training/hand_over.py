@@ -56,7 +56,10 @@ def hand_over(run_dir: str, out: str) -> int:
     nnx.update(model, state.params)
     with torch.device("meta"):
         twin = torch_ref.saving.build(model.config)
-    optimizer = torch_ref.optimizer.build_optimizer(config, twin)
+    try:
+        optimizer = torch_ref.optimizer.build_optimizer(config, twin)
+    except InputError as error:
+        raise InputError(f"{run_dir}: {error} (for the weights alone: {Path(run_dir) / 'export'})") from None
     torch_ref.optimizer.build_scheduler(config, optimizer, run["steps"])  # notes the peak as initial_lr
     for group in optimizer.param_groups:
         group["lr"] = torch_ref.optimizer.learning_rate(config, run["steps"], step)
