@@ -6,6 +6,7 @@ paths are written. A path None leaves out what PyTorch has and Flax, on purpose,
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import jax
@@ -151,12 +152,11 @@ def _in_flax(name: str, slot: Slot) -> str:
 
 
 def _same_bits(arrays: list[np.ndarray]) -> bool:
-    first = arrays[0]
     return all(
-        array.dtype == first.dtype
+        one.dtype == other.dtype
         # One place in memory, which is how PyTorch keeps tied parameters, needs no copies to compare.
-        and (array.__array_interface__ == first.__array_interface__ or array.tobytes() == first.tobytes())
-        for array in arrays[1:]
+        and (one.__array_interface__ == other.__array_interface__ or one.tobytes() == other.tobytes())
+        for one, other in pairwise(arrays)
     )
 
 
