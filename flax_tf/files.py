@@ -31,14 +31,18 @@ def check_file(path: str | os.PathLike) -> None:
 def check_writable(path: str | os.PathLike) -> None:
     """Raises InputError if a file can't be written at `path`: before the long work, not after it."""
     check_file(path)
-    room = Path(path).absolute().parent
-    while not room.exists() and room != room.parent:
-        room = room.parent
     try:
-        with tempfile.TemporaryFile(dir=room):
-            pass
+        try_to_write(Path(path).absolute().parent)
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror or error}): name another") from None
+
+
+def try_to_write(directory: Path) -> None:
+    """Raises OSError if nothing can be written in the directory or, if there is none, in the nearest one above it."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 @contextlib.contextmanager

@@ -79,8 +79,13 @@ def copied(view: np.ndarray) -> np.ndarray:
 
 
 def _forget(view: np.ndarray) -> None:
+    if (file := file_of(view)) is not None:
+        file.forget(view)
+
+
+def file_of(view: np.ndarray) -> FileMap | None:
+    """The mapped file that the array is a view of, if it is."""
     owner: object = view
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
-    if isinstance(owner, FileMap):
-        owner.forget(view)
+    return owner if isinstance(owner, FileMap) else None

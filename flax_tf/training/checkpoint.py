@@ -13,6 +13,8 @@ from flax_tf.data.hub import one_line, quiet
 from flax_tf.errors import InputError
 from flax_tf.training.step import TrainState
 
+# They log the traceback of each thread of the storage library.
+_THREADS = ("absl", "asyncio")
 KEEP = 2  # the newest checkpoints, so that one is left if the other is damaged
 
 log = logging.getLogger(__name__)
@@ -37,10 +39,10 @@ class Checkpoints:
         """
         step = int(state.step)
         try:
-            with quiet("absl", "asyncio"):  # which log the traceback of each thread
+            with quiet(*_THREADS):
                 self._orbax.save(step, _named(state), custom_metadata=about, force=True)
         except Exception as error:  # the storage library has kinds of its own
-            for name in ("absl", "asyncio"):  # of threads that end later, too
+            for name in _THREADS:  # some end later
                 logging.getLogger(name).disabled = True
             raise OSError(f"the checkpoint of step {step} can't be written: {one_line(error)}") from error
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flax_tf.errors import InputError
+from flax_tf.files import try_to_write
 from flax_tf.training.config import RunConfig
 
 # What may change between the start of a run and a resume: it decides what is written, not what is learned.
@@ -31,15 +31,11 @@ def check_run_dir(run_dir: Path, resume: bool) -> None:
     checkpoints = run_dir / "checkpoints"
     if resume and not checkpoints.is_dir():
         raise InputError(f"{run_dir} holds no run to resume: leave out --resume, or name a run with --run_dir")
-    room = run_dir
-    while not room.exists() and room != room.parent:
-        room = room.parent
     try:
-        if room == run_dir and not resume and any(run_dir.iterdir()):
+        if run_dir.exists() and not resume and any(run_dir.iterdir()):
             what = "a run: continue it with --resume" if checkpoints.is_dir() else "other files: empty it"
             raise InputError(f"{run_dir} already holds {what}, or choose another --run_dir")
-        with tempfile.TemporaryFile(dir=room):
-            pass
+        try_to_write(run_dir)
     except OSError as error:
         raise InputError(
             f"can't write the run directory {run_dir} ({error.strerror}): choose another --run_dir"
